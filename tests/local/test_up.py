@@ -92,13 +92,18 @@ async def test_a_stack_that_is_stopped_in_a_restart_leaves_no_process() -> None:
     assert not stack.directory.exists()
 
 
-async def test_a_stack_says_who_did_not_end_well() -> None:
-    stack = Stack(StackOptions(model="none"))
-    service = stack.supervise(Service("scheduler", ["scheduler", *QUICK], stack.directory / "log"))
+async def start_and_kill(stack: Stack, name: str) -> None:
+    """Lets the stack have a scheduler by this name, and kills it once it serves."""
+    service = stack.supervise(Service(name, ["scheduler", *QUICK], stack.directory / "log"))
     await service.start(HANG_S)
     assert service.process is not None
     service.process.kill()
     await service.process.wait()
+
+
+async def test_a_stack_says_who_did_not_end_well() -> None:
+    stack = Stack(StackOptions(model="none"))
+    await start_and_kill(stack, "scheduler")
 
     with pytest.raises(UncleanStopError, match="scheduler ended with status -9"):
         await stack.stop()
@@ -119,11 +124,7 @@ async def test_a_service_that_was_killed_says_by_what(tmp_path: Path) -> None:
 
 async def test_a_gateway_that_ends_before_it_takes_requests_is_named() -> None:
     stack = Stack(StackOptions(model="none"))
-    proxy = stack.supervise(Service("proxy", ["scheduler", *QUICK], stack.directory / "log"))
-    await proxy.start(HANG_S)
-    assert proxy.process is not None
-    proxy.process.kill()
-    await proxy.process.wait()
+    await start_and_kill(stack, "proxy")
     with pytest.raises(StartupError, match="proxy: killed by SIGKILL"):
         await stack.wait_until_ready()
     with pytest.raises(UncleanStopError):

@@ -43,6 +43,27 @@ class Exchange:
         self.send(b"0\r\n\r\n")
 
 
+def of_events(*sent: tuple[str, object], ends: bool = True) -> Callable[[Exchange], None]:
+    """Answers with a stream of events by id. Without the end, the connection breaks after them."""
+
+    def answer(exchange: Exchange) -> None:
+        exchange.start_events()
+        for event_id, event in sent:
+            head = f"id: {event_id}\n" if event_id else ""
+            exchange.chunk(f"{head}data: {json.dumps(event)}\n\n".encode())
+        if ends:
+            exchange.chunk(b"data: [DONE]\n\n")
+            exchange.end_events()
+        exchange.writer.close()
+
+    return answer
+
+
+def of_status(status: int, message: str) -> Callable[[Exchange], None]:
+    """Answers with an error."""
+    return lambda exchange: exchange.send_json({"error": {"message": message}}, status)
+
+
 @dataclass
 class SseServer:
     """Streams `max_tokens` events: the first after `ttft_s`, the others `tbt_s` apart."""

@@ -195,25 +195,12 @@ class Oracle:
         """Returns `count` tokens after the prompt, end-of-sequence ids included."""
         asked = (tuple(token_ids), count)
         if asked not in self._greedy:
-            self._greedy[asked] = self._generate(token_ids, count)
+            [self._greedy[asked]] = self._generate(token_ids, count, width=1)
         return list(self._greedy[asked])
 
-    @torch.no_grad()
     def beams(self, token_ids: Sequence[int], width: int, count: int) -> list[list[int]]:
         """Returns the `width` likeliest answers of `count` tokens that a beam search finds."""
-        generated = self.model.generate(
-            torch.tensor([list(token_ids)]),
-            attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
-            generation_config=transformers.GenerationConfig(
-                max_new_tokens=count,
-                num_beams=width,
-                num_return_sequences=width,
-                do_sample=False,
-                eos_token_id=-1,
-                pad_token_id=0,
-            ),
-        )
-        return generated[:, len(token_ids) :].tolist()
+        return self._generate(token_ids, count, width)
 
     def logprob(self, token_ids: Sequence[int], answer: Sequence[int]) -> float:
         """Returns the log probability of an answer."""
@@ -222,19 +209,21 @@ class Oracle:
         return found[range(len(answer)), list(answer)].sum().item()
 
     @torch.no_grad()
-    def _generate(self, token_ids: Sequence[int], count: int) -> list[int]:
+    def _generate(self, token_ids: Sequence[int], count: int, width: int) -> list[list[int]]:
         generated = self.model.generate(
             torch.tensor([list(token_ids)]),
             attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
             generation_config=transformers.GenerationConfig(
                 max_new_tokens=count,
                 min_new_tokens=None,
+                num_beams=width,
+                num_return_sequences=width,
                 do_sample=False,
                 eos_token_id=-1,
                 pad_token_id=0,
             ),
         )
-        return generated[0, len(token_ids) :].tolist()
+        return generated[:, len(token_ids) :].tolist()
 
 
 @cache

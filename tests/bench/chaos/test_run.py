@@ -16,47 +16,35 @@ from millrace.bench.chaos.report import draw, print_tables
 from millrace.bench.chaos.run import run
 from millrace.bench.common.lasting_answer import LastingAnswer
 from support.deadlines import HANG_S
-from support.sse_server import Exchange, SseServer, running
+from support.sse_server import SseServer, of_events, of_status, running
 
 ASK = Ask(0, (1, 2), 3)
 RIGHT_EVENTS = [{"choices": [{"token_ids": [7]}]}, {"choices": [{"token_ids": [8, 9]}]}]
 
 
-def of_events(*events: object):
+def of(*events: object):
     """Answers with a stream of these events."""
-
-    def answer(exchange: Exchange) -> None:
-        exchange.start_events()
-        for number, event in enumerate(events):
-            exchange.chunk(b"id: %d-a\ndata: %s\n\n" % (number, json.dumps(event).encode()))
-        exchange.chunk(b"data: [DONE]\n\n")
-        exchange.end_events()
-
-    return answer
-
-
-def status(number: int):
-    return lambda exchange: exchange.send_json({"error": {"message": "gone"}}, number)
+    return of_events(*((f"{number}-a", event) for number, event in enumerate(events)))
 
 
 @pytest.mark.parametrize(
     ("answer", "end", "detail"),
     [
-        (of_events(*RIGHT_EVENTS), "right", ""),
-        (of_events(RIGHT_EVENTS[0]), "wrong", "1 tokens of 3, finish ''; the first 1 are right"),
+        (of(*RIGHT_EVENTS), "right", ""),
+        (of(RIGHT_EVENTS[0]), "wrong", "1 tokens of 3, finish ''; the first 1 are right"),
         (
-            of_events(RIGHT_EVENTS[0], {"choices": [{"token_ids": [8, 6]}]}),
+            of(RIGHT_EVENTS[0], {"choices": [{"token_ids": [8, 6]}]}),
             "wrong",
             "3 tokens of 3, finish ''; the first 2 are right",
         ),
         (
-            of_events(*RIGHT_EVENTS, {"choices": [{"finish_reason": "stop"}]}),
+            of(*RIGHT_EVENTS, {"choices": [{"finish_reason": "stop"}]}),
             "wrong",
             "3 tokens of 3, finish 'stop'; the first 3 are right",
         ),
-        (of_events({"error": {"code": "failed", "message": "no more"}}), "error", "no more"),
-        (status(500), "error", "gone"),
-        (status(404), "lost", "gone"),
+        (of({"error": {"code": "failed", "message": "no more"}}), "error", "no more"),
+        (of_status(500, "gone"), "error", "gone"),
+        (of_status(404, "gone"), "lost", "gone"),
     ],
 )
 async def test_an_answer_ends_in_one_of_these_ways(answer, end, detail) -> None:
@@ -72,7 +60,7 @@ async def test_an_answer_ends_in_one_of_these_ways(answer, end, detail) -> None:
 @pytest.mark.parametrize(("number", "is_answered_"), [(200, True), (503, False), (400, False)])
 async def test_a_stack_has_recovered_when_a_request_is_answered(number, is_answered_) -> None:
     async with (
-        running(SseServer(answer=status(number))) as server,
+        running(SseServer(answer=of_status(number, "gone"))) as server,
         httpx.AsyncClient(base_url=server.url, timeout=HANG_S) as client,
     ):
         assert await is_answered(client, ASK) == is_answered_

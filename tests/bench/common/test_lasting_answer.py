@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 
 from millrace.bench.common.lasting_answer import LastingAnswer
 from support.deadlines import HANG_S
-from support.sse_server import Exchange, SseServer, running
+from support.sse_server import Exchange, SseServer, of_events, of_status, running
 
 PATH = "/v1/completions"
 FIRST = ("1-a", {"choices": [{"token_ids": [7]}]})
@@ -20,19 +21,7 @@ Answering = Callable[[Exchange], None]
 
 
 def events(*sent: tuple[str, object], ends: bool = False) -> Answering:
-    """Streams events with their ids. Without the end, the connection breaks after them."""
-
-    def answer(exchange: Exchange) -> None:
-        exchange.start_events()
-        for event_id, event in sent:
-            head = f"id: {event_id}\n" if event_id else ""
-            exchange.chunk(f"{head}data: {json.dumps(event)}\n\n".encode())
-        if ends:
-            exchange.chunk(b"data: [DONE]\n\n")
-            exchange.end_events()
-        exchange.writer.close()
-
-    return answer
+    return of_events(*sent, ends=ends)
 
 
 def error(code: str) -> tuple[str, object]:
@@ -40,7 +29,7 @@ def error(code: str) -> tuple[str, object]:
 
 
 def status(number: int) -> Answering:
-    return lambda exchange: exchange.send_json({"error": {"message": "no"}}, number)
+    return of_status(number, "no")
 
 
 async def read(
@@ -146,15 +135,12 @@ async def test_arguments_of_a_call_are_joined() -> None:
 
 
 async def test_the_longest_pause_is_measured_from_its_watch() -> None:
-    waited = asyncio.Event()
+    asked, waited = asyncio.Event(), asyncio.Event()
 
     async def slow(exchange: Exchange) -> None:
-        exchange.start_events()
+        asked.set()
         await waited.wait()
-        for event_id, event in (FIRST, LAST):
-            exchange.chunk(f"id: {event_id}\ndata: {json.dumps(event)}\n\n".encode())
-        exchange.chunk(b"data: [DONE]\n\n")
-        exchange.end_events()
+        events(FIRST, LAST, ends=True)(exchange)
 
     async with (
         running(SseServer(answer=slow)) as server,
@@ -162,9 +148,12 @@ async def test_the_longest_pause_is_measured_from_its_watch() -> None:
     ):
         made = LastingAnswer(PATH, {"prompt": [1, 2]})
         reading = asyncio.create_task(made.read(client, silence_s=HANG_S))
-        await asyncio.sleep(0.3)
+        await asked.wait()
+        asked_s = time.monotonic()
+        await asyncio.sleep(0.05)
+        least_s = time.monotonic() - asked_s
         waited.set()
         await reading
-        assert made.longest_pause_s >= 0.3
+        assert made.longest_pause_s >= least_s
         made.watch()
         assert made.longest_pause_s == 0.0

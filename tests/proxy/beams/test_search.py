@@ -31,7 +31,7 @@ def step(search: BeamSearch, of: Law) -> None:
     found = []
     for beam in search.open:
         ranked = sorted(enumerate(of(beam.token_ids)), key=lambda one: -one[1])
-        found.append(PositionLogprobs(ranked[0], ranked[: search.candidates]))
+        found.append(PositionLogprobs(ranked[0], ranked))
     search.extend(found)
 
 

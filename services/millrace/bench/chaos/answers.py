@@ -50,15 +50,13 @@ class Ask:
 
 @dataclass(slots=True)
 class Answer:
-    """How an answer ended; times are seconds of `time.monotonic`.
+    """How an answer ended; `ended_s` is of `time.monotonic`.
 
     `end`: right; wrong tokens, or another number of them without an error; error: an event or a
     status other than those after which clients ask again; lost: the stream could not be resumed;
     hung: silent for `SILENCE_S`. `detail` says more of all but the right ones.
     """
 
-    ask: int
-    sent_s: float
     ended_s: float
     end: str
     detail: str
@@ -85,7 +83,7 @@ async def stream(
     client: httpx.AsyncClient, ask: Ask, expected: LastingAnswer | None = None
 ) -> Answer:
     """Reads an answer to its end. Without the `expected` one, any complete answer is right."""
-    read, sent_s = LastingAnswer(PATH, ask.body()), time.monotonic()
+    read = LastingAnswer(PATH, ask.body())
     try:
         await read.read(client, silence_s=SILENCE_S)
         end, detail = _end(read, ask, expected)
@@ -93,18 +91,18 @@ async def stream(
         end, detail = HUNG, f"no event for {SILENCE_S:g} s"
     if end != RIGHT:
         detail = f"prompt {ask.number}, id {read.chosen_id}: {detail}"
-    return Answer(ask.number, sent_s, time.monotonic(), end, detail, read)
+    return Answer(time.monotonic(), end, detail, read)
 
 
 def _end(read: LastingAnswer, ask: Ask, expected: LastingAnswer | None) -> tuple[str, str]:
     if read.error:
         return (LOST if read.status == httpx.codes.NOT_FOUND else ERROR), read.error
-    wanted = None if expected is None else expected.token_ids
-    if wanted is None and (ask.turns or len(read.token_ids) == ask.max_tokens):
-        return RIGHT, ""
-    if expected is not None and read.content == expected.content:
-        return RIGHT, ""
-    return WRONG, _difference(read.token_ids, wanted or [], read.finish)
+    if expected is None:
+        wanted: Sequence[int] = ()
+        is_right = ask.turns > 0 or len(read.token_ids) == ask.max_tokens
+    else:
+        wanted, is_right = expected.token_ids, read.content == expected.content
+    return (RIGHT, "") if is_right else (WRONG, _difference(read.token_ids, wanted, read.finish))
 
 
 def _difference(found: Sequence[int], wanted: Sequence[int], finish: str) -> str:

@@ -14,7 +14,7 @@ from itertools import count, islice
 import numpy as np
 
 from millrace.core.token_events import PositionLogprobs
-from millrace.proxy.beams.search import Beam, BeamSearch
+from millrace.proxy.beams.search import Beam, BeamSearch, candidates
 from millrace.proxy.errors import ApiError
 from millrace.proxy.generation.choice import Choice, Piece
 from millrace.proxy.generation.proxy_request import ProxyRequest
@@ -23,6 +23,7 @@ from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival, Builder
 from millrace.proxy.reply.reply import GeneratingReply, Progress
 from millrace.proxy.request.options import Options
+from millrace.proxy.text.prefix import longer_blocks
 
 
 class BeamAnswer:
@@ -36,9 +37,10 @@ class BeamAnswer:
         arrival: Arrival,
     ) -> None:
         """`options.length_penalty` is set."""
-        self._model = model
+        self._gateway = model.gateway
         self._builder = builder
         self._options = options
+        self._step_options = _of_a_step(options)
         # A step is over with its first token: an objective of the whole answer says nothing of it.
         slo = replace(arrival.slo, e2e_s=None, tbt_s=None)
         self._arrival = replace(arrival, slo=slo, trace=False)
@@ -54,11 +56,11 @@ class BeamAnswer:
         for number in count():
             step = _Step(progress)
             for request, search in searches.items():
-                await self._add(number, step, request, search)
+                self._add(number, step, request, search)
             if not step.progress.requests:
                 break
             for part in step.progress.requests:
-                await self._model.gateway.submit(part)
+                await self._gateway.submit(part)
             found = iter(await step.end())
             if progress.finished:  # an error, or the client has left
                 return
@@ -80,31 +82,15 @@ class BeamAnswer:
             penalty,
         )
 
-    async def _add(self, number: int, step: _Step, whole: ProxyRequest, search: BeamSearch) -> None:
+    def _add(self, number: int, step: _Step, whole: ProxyRequest, search: BeamSearch) -> None:
         """Adds a request for every open beam of a prompt to the step."""
         arrival = self._arrival
         if number:
             unix_s = time.time_ns() / 1e9
             arrival = replace(arrival, at=time.monotonic(), unix_s=unix_s, fails_early=False)
-        options, name = self._step_options(search), f"{whole.request_id}-s{number}"
-        prompts = [await self._prompt(whole, beam, options) for beam in search.open]
-        whole.parts = self._builder.requests(name, step, prompts, options, arrival)
-
-    def _step_options(self, search: BeamSearch) -> Options:
-        options = self._options
-        sampling = options.sampling._replace(
-            max_tokens=1,
-            temperature=0.0,
-            stop_token_ids=(),
-            logprobs=max(search.candidates, options.shown_logprobs),
-        )
-        return options._replace(
-            sampling=sampling, choices=1, return_token_ids=False, tools=None, truncation=None
-        )
-
-    async def _prompt(self, whole: ProxyRequest, beam: Beam, options: Options) -> EnginePrompt:
-        ids = np.concatenate([whole.prompt_ids, np.array(beam.token_ids, dtype=np.int32)])
-        return EnginePrompt(ids=ids, blocks=await self._model.hasher.blocks(ids, options))
+        prompts = [_prompt(whole, beam) for beam in search.open]
+        name = f"{whole.request_id}-s{number}"
+        whole.parts = self._builder.requests(name, step, prompts, self._step_options, arrival)
 
     def _finish(self, request: ProxyRequest, beams: Sequence[Beam]) -> None:
         """Gives the request's choices their tokens; the best is the first."""
@@ -117,6 +103,24 @@ class BeamAnswer:
             request.sink.on_piece(choice, piece)
         for _ in request.choices:
             request.end_choice()
+
+
+def _of_a_step(options: Options) -> Options:
+    """Returns the options of a step's requests: one token, and the likeliest in its place."""
+    sampling = options.sampling._replace(
+        max_tokens=1,
+        temperature=0.0,
+        stop_token_ids=(),
+        logprobs=max(candidates(options.choices), options.shown_logprobs),
+    )
+    return options._replace(
+        sampling=sampling, choices=1, return_token_ids=False, tools=None, truncation=None
+    )
+
+
+def _prompt(whole: ProxyRequest, beam: Beam) -> EnginePrompt:
+    ids = np.concatenate([whole.prompt_ids, np.array(beam.token_ids, dtype=np.int32)])
+    return EnginePrompt(ids=ids, blocks=longer_blocks(whole.spec, ids))
 
 
 def _note(whole: ProxyRequest) -> None:

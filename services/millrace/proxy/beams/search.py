@@ -26,6 +26,13 @@ class Beam:
         return [position.chosen[0] for position in self.positions]
 
 
+def candidates(width: int) -> int:
+    """Returns how many of the likeliest tokens a search wants for each open beam: if every other
+    one ends its beam, there are still enough to go on.
+    """
+    return 2 * width
+
+
 class BeamSearch:
     """The search of one prompt's likeliest answers, as vLLM does it.
 
@@ -45,6 +52,7 @@ class BeamSearch:
     ) -> None:
         self._prompt_tokens = prompt_tokens
         self._width = width
+        self._candidates = candidates(width)
         self._max_tokens = max_tokens
         self._stops = frozenset(stop_token_ids)
         self._length_penalty = length_penalty
@@ -54,15 +62,8 @@ class BeamSearch:
         self.open = [Beam()]
         self._left: list[Beam] = []  # that were open when the search was over
 
-    @property
-    def candidates(self) -> int:
-        """How many of the likeliest tokens `extend` wants for each open beam: if every other one
-        ends its beam, there are still enough to go on.
-        """
-        return 2 * self._width
-
     def extend(self, found: Sequence[PositionLogprobs]) -> None:
-        """Takes the likeliest tokens after each open beam, in the order of `open`."""
+        """Takes the `candidates` likeliest tokens after each open beam, in the order of `open`."""
         longer = chain.from_iterable(map(self._extended, self.open, found))
         going: list[Beam] = []
         for beam in longer:
@@ -86,7 +87,7 @@ class BeamSearch:
                 beam.logprob + logprob,
                 token_id if token_id in self._stops else -1,
             )
-            for token_id, logprob in found.top[: self.candidates]
+            for token_id, logprob in found.top[: self._candidates]
         ]
 
     def _is_decided(self) -> bool:

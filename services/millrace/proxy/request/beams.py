@@ -26,19 +26,18 @@ _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 
 
-def read_length_penalty(checked: Mapping[str, Any], constraint_field: str) -> float | None:
+def read_length_penalty(
+    checked: Mapping[str, Any], constraint_field: str, *, chooses_best: bool
+) -> float | None:
     """Returns the length penalty of a beam search; None if the body asks for none.
 
-    `constraint_field`: the field that constrains the answer; empty: none does. Raises ApiError
-    naming a field that can't be combined.
+    `constraint_field`: the field that constrains the answer; empty: none does. `chooses_best`: more
+    choices are generated than answered. Raises ApiError naming a field that can't be combined.
     """
     if not checked.get("use_beam_search", False):
         return None
     given = (name for name, harmless in _REFUSED.items() if _asks(checked, name, harmless))
-    wrong = next(given, constraint_field)
-    if not wrong and checked.get("best_of", checked.get("n", 1)) != checked.get("n", 1):
-        wrong = "best_of"
-    if wrong:
+    if wrong := next(given, constraint_field or ("best_of" if chooses_best else "")):
         raise bad_field(wrong, "can't be combined with 'use_beam_search'.", "unsupported_parameter")
     penalty: float = checked.get("length_penalty", 1.0)
     return penalty

@@ -284,7 +284,9 @@ def read_options(checked: Mapping[str, Any], limits: Limits, logprobs: int) -> O
         # Of a prompt that is only echoed, the engine computes as little as it can.
         pooling="last" if sampling.max_tokens == 0 and max(logprobs, scored) < 0 else "",
         shown_prompt_logprobs=scored,
-        length_penalty=read_length_penalty(checked, constraint_field),
+        length_penalty=read_length_penalty(
+            checked, constraint_field, chooses_best=best is not None
+        ),
     )
 
 

@@ -55,9 +55,16 @@ class PromptHasher:
 
 def with_blocks(spec: RequestSpec, prompt_ids: TokenArray) -> RequestSpec:
     """Returns the spec with the new blocks at the end of its prompt, which has these ids."""
+    return replace(spec, prefix_hashes=longer_blocks(spec, prompt_ids).hashes)
+
+
+def longer_blocks(spec: RequestSpec, prompt_ids: TokenArray) -> PromptBlocks:
+    """Returns the blocks of a prompt, int32 [tokens], that begins with the spec's: only the new
+    ones are hashed.
+    """
     block_tokens, known = spec.prefix_block_tokens, spec.prefix_hashes
     if not block_tokens:
-        return spec
+        return NO_BLOCKS
     parent = known[-1] if known else spec.prefix_root
     more = block_hashes(prompt_ids[len(known) * block_tokens :].data, block_tokens, parent)
-    return replace(spec, prefix_hashes=(*known, *more))
+    return PromptBlocks(block_tokens=block_tokens, root=spec.prefix_root, hashes=(*known, *more))
