@@ -61,12 +61,29 @@ def ratios(on: Sequence[Turn], off: Sequence[Turn]) -> dict[str, float]:
 
 async def run(settings: Settings, on_progress: Callable[[str], None]) -> dict[str, Any]:
     """Measures and returns the report. Raises MillraceError as `bench decode` does."""
+    with tempfile.TemporaryDirectory() as folder:
+        traces = Path(folder, "traces")
+        turns = await _take_turns(settings, Path(folder), traces, on_progress)
+        # Now that the stack has stopped: until then spans may wait for the next export.
+        traced = _bytes_in(traces)
+    return {
+        "telemetry": {name: [asdict(turn) for turn in found] for name, found in turns.items()},
+        "ratios": ratios(turns["on"], turns["off"]),
+        "trace_bytes": traced,
+    }
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+async def _take_turns(
+    settings: Settings, folder: Path, traces: Path, on_progress: Callable[[str], None]
+) -> dict[str, list[Turn]]:
+    """Runs both stacks, with a model in `folder`; returns their turns by "on" and "off"."""
     turns: dict[str, list[Turn]] = {"on": [], "off": []}
     async with AsyncExitStack() as around:
-        folder = Path(around.enter_context(tempfile.TemporaryDirectory()))
         model = write_random_model(folder, settings.model)
-        traces = folder / "traces"
-        traces.mkdir()
         on = (f"telemetry.trace_folder={traces}", "telemetry.trace_ratio=1", "proxy.access_log=on")
         served: dict[str, Served] = {}
         for name, chosen in (("on", on), ("off", OFF)):
@@ -83,9 +100,4 @@ async def run(settings: Settings, on_progress: Callable[[str], None]) -> dict[st
             order = list(served) if number % 2 else list(reversed(served))
             for name in order:
                 turns[name].append(Turn.of(await served[name].measure(number)))
-        traced = sum(path.stat().st_size for path in traces.iterdir())
-    return {
-        "telemetry": {name: [asdict(turn) for turn in found] for name, found in turns.items()},
-        "ratios": ratios(turns["on"], turns["off"]),
-        "trace_bytes": traced,
-    }
+    return turns
