@@ -23,7 +23,7 @@ from millrace.experiments.tetris.fig14 import balancing, halved, transfer
 from millrace.experiments.tetris.load import load_test
 from millrace.experiments.tetris.table1 import TABLE_1
 from millrace.experiments.tetris.table1 import measure as measure_table_1
-from millrace.sim.studies.rate_profile import profile_rates
+from millrace.sim.studies.rate_profile import RATES, profile_rates
 
 SMALL = TESTBEDS["8b"]
 
@@ -168,3 +168,14 @@ def test_profile_rates_prints_the_settings_that_hold_its_table(tmp_path):
     assert setting == "0.5:0.1,7:0.7"
     assert json.loads(found.read_text())["results"]["improvement_rates"] == setting
     SchedulerConfig(improvement_rate=-1.0, improvement_rates=setting)
+
+
+def test_profile_rates_tries_all_rates_of_the_paper(tmp_path):
+    """Section 7.1: "ranging from 0.05 to 0.75"; without --rates the command had none to try."""
+    app, found = typer.Typer(), tmp_path / "rates.json"
+    register(app)
+    words = "profile-rates --mix tetris-short --requests 5 --arrivals 1,1 --json"
+    run = CliRunner().invoke(app, [*words.split(), str(found)])
+    assert run.exit_code == 0, run.output
+    (row,) = json.loads(found.read_text())["results"]["rows"]
+    assert [float(rate) for rate in row["mean_ttft_s"]] == list(RATES)

@@ -69,11 +69,15 @@ class Traffic:
             raise ConfigError(f"--mix {self.mix!r} needs --rate, in requests/s")
         if self.window_s is not None and self.trace is None:
             raise ConfigError("--window cuts a --trace, and there is none")
+        if self.long_fraction != LONG_FRACTION and self.mix != "medha-mix":
+            raise ConfigError(
+                f"--long-fraction {self.long_fraction:g}: --mix medha-mix alone has long requests"
+            )
         for name in ("rate_rps", "rate_scale", "slo_scale", "requests", "max_input_tokens"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 option = name.removesuffix("_rps").replace("_", "-")
-                raise ConfigError(f"--{option} {value}: it must be more than 0")
+                raise ConfigError(f"--{option} {value}: it must be more than 0 and finite")
 
     @property
     def is_replayed(self) -> bool:

@@ -67,6 +67,8 @@ def _spec(given: Mapping[str, Any], chosen: Sequence[str]) -> SimSpec:
             )
         tables[table].append(rest)
     scheduler = load_config(None, [*chosen, *(f"scheduler.{text}" for text in tables["scheduler"])])
+    _require_use(tables["packing"], "packing", "--mixed", bool(given["mixed"]))
+    _require_use(tables["autoscale"], "autoscale", "--autoscale", bool(given["autoscale"]))
     packing = _fields(PackingConfig, "packing", tables["packing"])
     if given["mixed"]:
         packing = {"t_target_s": _DEFAULT_T_TARGET_S} | packing
@@ -83,6 +85,12 @@ def _spec(given: Mapping[str, Any], chosen: Sequence[str]) -> SimSpec:
         **{name: given[name] for name in ("prefill", "decode", "mixed", "kvp", "spp", "seed")},
         **_fields(SimSpec, "sim", tables["sim"]),
     )
+
+
+def _require_use(texts: Sequence[str], table: str, option: str, is_used: bool) -> None:
+    """Raises ConfigError for settings that would change nothing."""
+    if texts and not is_used:
+        raise ConfigError(f"--set {table}.{texts[0]}: it changes nothing without {option}")
 
 
 #: Fields of SimSpec that have their own options, or are not numbers.

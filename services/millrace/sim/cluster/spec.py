@@ -142,6 +142,10 @@ class SimSpec:
             )
         if self.mixed and self.packing is None:
             raise ConfigError("sim.packing is None; mixed instances need it")
+        if self.spp > 1 and not self.mixed:
+            raise ConfigError(
+                f"sim.spp is {self.spp}; mixed instances alone have stages, and there are none"
+            )
 
     def _check_ranges(self) -> None:
         for name, least in (
