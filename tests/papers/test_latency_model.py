@@ -1,4 +1,4 @@
-"""Tetris section 5.1 (Eq. (1)), Table 1 and section 2.4; Mnemosyne section 4.4; Medha section 3.4.
+"""Tetris section 5.1 (Eq. (1)), Table 1 and section 2.4; Mnemosyne section 4.4; Medha section 3.3.
 
 The numbers are those printed in the papers.
 """
@@ -97,7 +97,7 @@ def test_degrees_beyond_the_table_go_on_paying_for_the_ring():
 @pytest.mark.parametrize(
     ("context", "kvp", "ratio"),
     [
-        (10_000_000, 2, 0.6),  # Medha section 3.4: almost 40 % less, about 30 tokens a second
+        (10_000_000, 2, 0.6),  # Medha section 3.3: almost 40 % less, about 30 tokens a second
         (10_000_000, 4, 1 / 2.5),  # Mnemosyne section 6
         (4_000_000, 4, 1 / 1.7),
     ],
@@ -132,7 +132,7 @@ def test_eq_10_kvp_communication_depends_on_the_queries_only():
 
 
 def test_small_chunks_of_a_long_prefill_read_kv_efficiently():
-    # Medha section 3.2, Mnemosyne figure 7: a prefill of 1M tokens of Llama-3-70B on 8 H100
+    # Medha section 3.1, Mnemosyne figure 7: a prefill of 1M tokens of Llama-3-70B on 8 H100
     # spends 11 % more on attention in chunks of 32 than in chunks of 2048.
     operators = load_profile("llama3-70b-h100-tp8").operators
     per_token_s = {

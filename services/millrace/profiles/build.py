@@ -292,7 +292,7 @@ def _sources(model: Model, device: str, tp: int) -> tuple[str, ...]:
         "ai-dynamo/aiconfigurator 095f58a5, vLLM 0.14.0 data, Apache-2.0, (c) NVIDIA",
         "Element-wise kernels, sends within a node: microsoft/vidur 7d475133, MIT, (c) Microsoft",
         "Ring step and constant of a prefill: Tetris (CDSP) Table 1",
-        "KVP rounds: Medha section 3.4, Mnemosyne section 6",
+        "KVP rounds: Medha section 3.3, Mnemosyne section 6",
     ]
     if (model, device, tp) == (LLAMA3_8B, "a100", 1):
         sources.append("Prefill of SP 1 to 16: the points of Tetris Table 1, 1k = 1024 tokens")

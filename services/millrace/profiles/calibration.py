@@ -2,7 +2,7 @@
 
 Fitted here: a pass's cost beyond its GEMMs and attention (Tetris Table 1, SP 1), attention of
 prompts longer than the measured prompts (the same), the cost of a ring step (Table 1, SP 2 to 16),
-and the cost of KV parallelism's communication (Medha section 3.4 and Mnemosyne section 6). Fits are
+and the cost of KV parallelism's communication (Medha section 3.3 and Mnemosyne section 6). Fits are
 linear least squares on relative error.
 """
 
@@ -127,7 +127,7 @@ def elementwise(
 
 
 #: TPOT with KVP over TPOT without, Llama-3-8B, TP 8: (context tokens, degree, ratio).
-#: Medha section 3.4 (-40 % at 10M), Mnemosyne section 6 (2.5x less at 10M, 1.7x less at 4M).
+#: Medha section 3.3 (-40 % at 10M), Mnemosyne section 6 (2.5x less at 10M, 1.7x less at 4M).
 KVP_RATIOS = ((10_000_000, 2, 0.6), (10_000_000, 4, 1 / 2.5), (4_000_000, 4, 1 / 1.7))
 
 

@@ -137,7 +137,7 @@ class TestBalancing:
         # takes 8000 * 3 us = 24 ms.
         added_s = self.balancing.added_s(chunk(32_000, 8000, 4), 2, one_node=False)
         assert added_s == pytest.approx(2e-3)
-        assert added_s < 0.018 * prefill_s(32_000, 8000, 4)  # Tetris section 7.5
+        assert added_s < 0.018 * prefill_s(32_000, 8000, 4)  # Tetris section 7.4
 
     def test_a_short_chunk_does_not(self):
         # 400 tokens on 4 members: 100 * 3 us = 0.3 ms hide of 2 ms, in three of the four layers.

@@ -2,7 +2,7 @@
 
 All parts run on this machine, with the random model of `bench hol` and one thread per instance:
 prompts on 1 to 4 instances as in the paper's Table 1, with communication apart; the cost of cache
-balancing and handshakes (section 7.5); the ring's exchange compared with bare NIXL writes; CDSP
+balancing and handshakes (section 7.4); the ring's exchange compared with bare NIXL writes; CDSP
 compared with single-chunk and fixed groups under load, live and simulated with a profile of the
 same run.
 

@@ -115,7 +115,7 @@ async def balancing(
 ) -> list[dict[str, Any]]:
     """Measures the extra time of a chunk on a grown group for the moves of history before it.
 
-    Tetris section 7.5, figure 14: history of `shares` of the chunk's tokens. It is compared with
+    Tetris section 7.4, figure 14: history of `shares` of the chunk's tokens. It is compared with
     the same chunk after the same history without moves: the larger group has computed the history,
     too. wait_share: the share of the chunk's time for which the slowest member waited for its
     history.
@@ -163,7 +163,7 @@ def handshakes(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Returns the transfers' additions to TTFT over all rows of `scaling`, as shares of it.
 
     handshake: a member's with decode, which runs beside compute; landing: from the first token
-    until decode has all K/V (Tetris section 7.5 has 0.6 to 11.8 % for transfers, 2.1 % on average).
+    until decode has all K/V (Tetris section 7.4 has 0.6 to 11.8 % for transfers, 2.1 % on average).
     """
     handshake = [row["handshake_s"] / row["ttft_s"] for row in rows]
     landing = [row["landing_s"] / row["ttft_s"] for row in rows]

@@ -14,7 +14,7 @@ from rich.table import Table
 from millrace.sim.results.plots import Panel, draw_panels, lines_by
 from millrace.tables import table
 
-#: Tetris section 7.5: the most that cache balancing added, and the mean that transfers added.
+#: Tetris section 7.4: the most that cache balancing added, and the mean that transfers added.
 PAPER_BALANCING, PAPER_HANDSHAKE = 0.018, 0.021
 #: As a share of bare NIXL writes of the same bytes.
 RING_GOAL = 0.8

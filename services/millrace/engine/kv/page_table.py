@@ -1,6 +1,6 @@
 """Page tables of running sequences: they stay where attention reads them, and only changes travel.
 
-Mnemosyne section 5.2 and Medha section 5 keep sequence state at the workers and send them deltas,
+Mnemosyne section 5 and Medha section 5 keep sequence state at the workers and send them deltas,
 since a long context has too many pages to be copied in every iteration: a million tokens take
 65,536 entries. Here the host's table is the original. The device's copy is updated entry by entry,
 and so is the copy of every other rank of a tensor-parallel group.

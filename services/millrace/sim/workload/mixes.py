@@ -40,7 +40,7 @@ TABLE_2_TTFT_S: Mapping[str, Mapping[str, float]] = MappingProxyType(
     }
 )
 
-LONG_TOKENS = (128_000, 1_000_000)  # Medha, figure 8's long requests
+LONG_TOKENS = (128_000, 1_000_000)  # Medha section 6.2, the mixed workload
 LONG_FRACTION = 0.05
 
 #: Prompts of our own classes, in tokens, log-uniform: each eight times as long as the one before.
@@ -186,7 +186,7 @@ def _sharegpt_2k(options: MixOptions) -> Mix:
 
 
 def _tetris(name: str, low_k: int, high_k: int, mean_k: float) -> Callable[[MixOptions], Mix]:
-    """Tetris section 6.1: only range and mean are public; 1k is taken as 1024 tokens."""
+    """Tetris section 7.1: only range and mean are public; 1k is taken as 1024 tokens."""
 
     def build(options: MixOptions) -> Mix:
         del options
