@@ -192,6 +192,7 @@ async def test_an_answer_is_migrated_after_its_store_has_lost_it(fleet, client) 
     begun = asyncio.Event()
     answer = asyncio.create_task(streamed_ids(client, [11], TOKENS, begun))
     lost = await redis_pid(fleet)
+    assert fleet.redis_data is not None
 
     async def is_new() -> bool:
         try:
@@ -200,6 +201,7 @@ async def test_an_answer_is_migrated_after_its_store_has_lost_it(fleet, client) 
             return False
 
     async with held(fleet, begun.is_set):
+        shutil.rmtree(fleet.redis_data)
         os.kill(lost, signal.SIGKILL)
         await eventually(is_new)
         kill(fleet, "decode-0")

@@ -64,6 +64,8 @@ FAULTS = {
     "restart": fault_scene.restarted,
     "slow CPU": fault_scene.starved,
 }
+#: The store alone has data to lose.
+FAULTS_OF_STORE = {**FAULTS, "loss of its data": fault_scene.emptied}
 #: The phases of which the services know, by layout.
 MATRIX = {
     "alone": {
@@ -84,7 +86,7 @@ CASES = [
     for layout, services in MATRIX.items()
     for service, phases in services.items()
     for phase in phases
-    for fault in FAULTS
+    for fault in (FAULTS_OF_STORE if service == "store" else FAULTS)
 ]
 
 TARGETS = {"mid-decode": "long answer", "mid-tool-call": "tool call"}
@@ -101,5 +103,5 @@ async def scene(request, tmp_path_factory) -> AsyncIterator[Scene]:
 @pytest.mark.parametrize(("scene", "phase", "service", "fault"), CASES, indirect=["scene"])
 async def test_no_answer_differs(scene: Scene, phase: str, service: str, fault: str) -> None:
     target = TARGETS.get(phase, "long prompt")
-    pause_s = await endure(scene, target, PHASES[phase], service, FAULTS[fault])
+    pause_s = await endure(scene, target, PHASES[phase], service, FAULTS_OF_STORE[fault])
     print(f"{phase}, {service}, {fault}: longest pause {pause_s:.2f} s")

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import stat
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import psutil
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from millrace.local import private_redis
 from millrace.local.private_redis import PrivateRedis, find_redis_server
 from millrace.state.store import StoreError
 from support.deadlines import HANG_S
+from support.live_stack import eventually
+from support.small_disk import filled, small_disk
 
 PARENT = """
 import asyncio, sys
@@ -33,6 +39,8 @@ async def main():
 asyncio.run(main())
 """
 
+MORE = Random(0).randbytes(1 << 16)  # Redis can't compress it, and a full disk has no room for it
+
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
@@ -46,7 +54,7 @@ async def settings(url: str, *names: str) -> dict[str, str]:
         return {name: (await client.config_get(name))[name] for name in names}
 
 
-async def test_it_is_ours_alone_and_writes_nothing(short_path: Path) -> None:
+async def test_it_is_ours_alone_and_leaves_nothing(short_path: Path) -> None:
     directory = short_path / "with space % and é"
     server = PrivateRedis()
     url = await server.start(directory)
@@ -57,7 +65,7 @@ async def test_it_is_ours_alone_and_writes_nothing(short_path: Path) -> None:
         assert await settings(url, "port", "save", "appendonly") == {
             "port": "0",
             "save": "",
-            "appendonly": "no",
+            "appendonly": "yes",
         }
         assert server.pid is not None
         assert psutil.Process(server.pid).net_connections("inet") == []
@@ -81,6 +89,72 @@ async def test_stop_ends_that_process_and_start_works_again(short_path: Path) ->
             await client.set("left over", "1")
         await server.stop()
         assert server.pid is None and not psutil.pid_exists(pid)
+
+
+async def ends(server: PrivateRedis) -> None:
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    async with asyncio.timeout(HANG_S):
+        await server.ended()
+
+
+async def test_a_server_that_is_killed_has_its_data_again(short_path: Path) -> None:
+    server = PrivateRedis()
+    url = await server.start(short_path)
+    try:
+        async with Redis.from_url(url) as client:
+            for number in range(1000):
+                await client.rpush("numbers", number)
+            await ends(server)
+            assert await server.start(short_path) == url
+            assert await client.llen("numbers") == 1000
+
+            assert server.data is not None
+            await ends(server)
+            shutil.rmtree(server.data)
+            await server.start(short_path)
+            assert await client.llen("numbers") == 0
+    finally:
+        await server.stop()
+
+
+async def test_a_full_disk_costs_the_data_alone(short_path: Path, caplog) -> None:
+    with small_disk(short_path / "disk") as disk:
+        server = PrivateRedis()
+        url = await server.start(disk)
+        ended = asyncio.create_task(server.ended())
+        async with Redis.from_url(url) as client:
+
+            async def is_written() -> bool:
+                with suppress(RedisError):
+                    return await client.set("more", MORE)
+                return False
+
+            async def is_saved() -> bool:
+                if (await client.info("persistence"))["aof_rewrite_in_progress"]:
+                    return False
+                files = [path for path in server.data.rglob("*") if path.is_file()]
+                return sum(path.stat().st_size for path in files) > len(MORE)
+
+            assert server.data is not None
+            await client.set("before", "1")
+            with filled(disk) as fill:
+                await is_written()
+                await eventually(lambda: bool(caplog.records))
+                await eventually(is_written)
+                fill()
+                assert await is_written()
+                assert [one.getMessage() for one in caplog.records] == [
+                    "the private Redis can't write to its disk; it goes on in memory"
+                ]
+            await eventually(is_saved)
+            await client.set("after", "2")
+            os.kill(server.pid, signal.SIGKILL)
+            async with asyncio.timeout(HANG_S):
+                await ended
+            await server.start(disk)
+            assert await client.mget("before", "after") == [b"1", b"2"]
+        await server.stop()
 
 
 async def test_stop_does_not_wait_for_ever(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -324,6 +325,15 @@ async def killed(scene: Scene, victim: Victim) -> AsyncIterator[None]:
     signal_to(victim.pid, signal.SIGKILL)
     yield
     await scene.replaced(victim)
+
+
+@asynccontextmanager
+async def emptied(scene: Scene, victim: Victim) -> AsyncIterator[None]:
+    """SIGKILL of the store, and the loss of its data."""
+    assert scene.stack.redis_data is not None
+    shutil.rmtree(scene.stack.redis_data)
+    async with killed(scene, victim):
+        yield
 
 
 @asynccontextmanager

@@ -91,6 +91,11 @@ class Stack:
         return None if self._redis is None else self._redis.pid
 
     @property
+    def redis_data(self) -> Path | None:
+        """Returns the folder with the private Redis's data; None while there is none."""
+        return None if self._redis is None else self._redis.data
+
+    @property
     def scheduler_address(self) -> str:
         """The first model's schedulers, host:port, separated by commas."""
         return self._addresses(0)
@@ -294,13 +299,11 @@ class Stack:
                 log.warning("%s could not be started: %s", service.name, error)
 
     async def _keep_redis(self, redis: PrivateRedis) -> None:
-        """Restarts the private Redis when it dies. It is empty then: running answers continue, and
-        what was kept about them is written again as they need it.
-        """
+        """Restarts the private Redis when it dies, with the data that it had."""
         failures = 0  # in a row
         while True:
             await redis.ended()
-            log.warning("the private Redis died; starting it again, without what it held")
+            log.warning("the private Redis died; starting it again")
             await asyncio.sleep(RESTART.pause_s(failures))
             try:
                 await redis.start(self.directory)

@@ -17,8 +17,8 @@ from millrace.bench.common.options import command as made
 from millrace.bench.common.options import option, read_names
 from millrace.shipped import SHIPPED_MODEL
 
-#: The services that faults hit. The store is the stack's private Redis.
-TARGETS = ("prefill", "decode", "kvp", "scheduler", "store", "proxy")
+#: What faults hit. The store is the private Redis, which is killed with or without its data.
+TARGETS = ("prefill", "decode", "kvp", "scheduler", "store", "store-data", "proxy")
 DEFAULT_TARGETS = ("prefill", "decode", "scheduler", "store", "proxy")
 
 
@@ -34,7 +34,7 @@ class Settings:
         "--targets",
         read=read_names(*TARGETS),
         metavar="NAMES",
-        help=f"The services that faults hit, of {', '.join(TARGETS)}.",
+        help=f"What faults hit, of {', '.join(TARGETS)}.",
     )
     prefill: int = option(2, "--prefill", min=1, help="Prefill instances.")
     decode: int = option(2, "--decode", min=1, help="Decode instances.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -54,6 +55,8 @@ async def strike(stack: Stack, fault: Fault) -> str:
         return ""
     name = sorted(living)[int(fault.draw * len(living))]
     if fault.kind == KILL:
+        if fault.target == "store-data" and stack.redis_data is not None:
+            await asyncio.to_thread(shutil.rmtree, stack.redis_data)
         os.kill(living[name], signal.SIGKILL)
         return name
     os.kill(living[name], signal.SIGSTOP)
@@ -66,7 +69,7 @@ async def strike(stack: Stack, fault: Fault) -> str:
 
 
 def _processes(stack: Stack, target: str) -> list[tuple[str, int | None]]:
-    if target == "store":
+    if target in ("store", "store-data"):
         return [("store", stack.redis_pid)]
     names = stack.instances(target) or [target]
     hit = [stack.services[name] for name in names if name in stack.services]
