@@ -36,6 +36,7 @@ class StackOptions:
     files: str = ""  # files.url; empty: a folder of the stack's own, beside its own Redis
     metrics_port: int = 0  # of the first service; the others have the next ones
     tls: bool = False  # between the services, by certificates of the stack's own
+    logs: Path | None = None  # a folder for the services' logs, which stays; None: the stack's own
     config: Path | None = None
     settings: Sequence[str] = ()
     role_settings: Mapping[str, Sequence[str]] = field(default_factory=dict)

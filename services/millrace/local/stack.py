@@ -59,6 +59,7 @@ class Stack:
         self.options = options
         self._devices = options.device_pool()
         self.directory = Path(tempfile.mkdtemp(prefix="millrace-", dir=temporary_folder()))
+        self._logs = options.logs or self.directory
         self.services: dict[str, Service] = {}
         self._progress = progress
         self._redis: PrivateRedis | None = None
@@ -128,6 +129,7 @@ class Stack:
 
     async def _start(self) -> None:
         o = self.options
+        self._logs.mkdir(parents=True, exist_ok=True)
         redis_url, files = o.redis, []
         if not redis_url:
             self._progress("starting a private Redis")
@@ -265,7 +267,7 @@ class Stack:
             port = self.metrics_ports[name] = self._next_metrics_port
             self._next_metrics_port += 2 if arguments[0] == "colocated" else 1
             arguments = [*arguments, *as_arguments(f"telemetry.metrics_port={port}")]
-        return self.supervise(Service(name, arguments, self.directory / f"{name}.log"))
+        return self.supervise(Service(name, arguments, self._logs / f"{name}.log"))
 
     def _give_devices(self, service: Service) -> None:
         """Lends devices to a service. Raises ConfigError when none are free."""

@@ -75,6 +75,21 @@ def test_prompts_are_greedy_sampled_and_constrained() -> None:
     assert "ignore_eos" in made[0].body() and "structured_outputs" in made[3].body()
 
 
+def test_every_kind_of_answer_is_asked() -> None:
+    made = asks(Settings(prompts=8, answers=("completion", "tool")), 100)
+    assert [one.kind for one in made] == ["completion", "tool"] * 4
+    assert [bool(one.turns) for one in made] == [False] * 6 + [True] * 2
+
+
+def test_settings_are_of_all_services_or_of_a_role() -> None:
+    given = ["decode:engine.stages=2", "engine.stages=1", "store.url=redis://x", "decode:a.b=c"]
+    found = Settings(stack_settings=given).role_settings()
+    assert found == {
+        "": ["engine.stages=1", "store.url=redis://x"],
+        "decode": ["engine.stages=2", "a.b=c"],
+    }
+
+
 def test_the_seed_alone_decides_prompts_and_faults() -> None:
     first, again = (list(islice(drawn(Settings(seed=3)), 200)) for _ in range(2))
     assert first == again

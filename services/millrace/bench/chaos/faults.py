@@ -10,11 +10,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from millrace.bench.chaos.command import Settings
+from millrace.bench.chaos.command import INSTANCES, Settings
 from millrace.local.stack import Stack
 
 KILL, STOP = "kill", "stop"
+SESSION, THREADS = 3, 17  # fields of /proc/PID/stat after the command's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,29 @@ def drawn(settings: Settings) -> Iterator[Fault]:
         )
 
 
+def members(instance: int) -> list[int]:
+    """Returns the processes of an instance's ranks and later stages, by its own process's id.
+
+    They compute on several threads; the servers that fork them have one.
+    """
+    return [pid for pid, threads in followers(instance).items() if threads > 1]
+
+
+def followers(service: int) -> dict[int, int]:
+    """Returns the other processes of a service's session, by its own process's id, each with its
+    number of threads; also after the service's end.
+    """
+    found = {}
+    for pid in sorted(
+        int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()
+    ):
+        with suppress(OSError):  # it has ended
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if int(fields[SESSION]) == service != pid:
+                found[pid] = int(fields[THREADS])
+    return found
+
+
 async def strike(stack: Stack, fault: Fault) -> str:
     """Does the fault to one process; returns its name, or "" when none of the target is there.
 
@@ -71,6 +96,11 @@ async def strike(stack: Stack, fault: Fault) -> str:
 def _processes(stack: Stack, target: str) -> list[tuple[str, int | None]]:
     if target in ("store", "store-data"):
         return [("store", stack.redis_pid)]
+    if target == "member":
+        names = [name for role in INSTANCES for name in stack.instances(role)]
+        pids = [(name, pid) for name in names if (pid := stack.services[name].serving_pid)]
+        found = [(name, enumerate(members(pid), start=1)) for name, pid in pids]
+        return [(f"{name} member {number}", pid) for name, ones in found for number, pid in ones]
     names = stack.instances(target) or [target]
     hit = [stack.services[name] for name in names if name in stack.services]
     return [(service.name, service.serving_pid) for service in hit]

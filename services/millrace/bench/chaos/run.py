@@ -15,7 +15,8 @@ import httpx
 import millrace.profiles
 from millrace.bench.chaos.answers import ENDS, RIGHT, Answer, Ask, asks, is_answered, stream
 from millrace.bench.chaos.command import Settings
-from millrace.bench.chaos.faults import STOP, Fault, drawn, strike
+from millrace.bench.chaos.faults import STOP, Fault, drawn, followers, strike
+from millrace.bench.chaos.other_answers import OtherAnswer
 from millrace.bench.common.lasting_answer import LastingAnswer
 from millrace.bench.common.machine_limits import describe_machine
 from millrace.bench.common.options import Announce
@@ -31,6 +32,7 @@ PROBE_PAUSE_S = 0.1
 MOST_DEATHS = 16
 GPU_PROFILE = Path(millrace.profiles.__file__).parent / "llama3-8b-a100-tp1.json"
 SETTLE_S = 1.0  # from the end of the load until the services are looked at
+FAREWELL_S = 10.0  # from the end of the stack until no process of it is left
 #: The longest answers' examples that a report quotes of each end.
 EXAMPLES = 5
 
@@ -62,6 +64,7 @@ async def run(settings: Settings, announce: Announce = lambda what: None) -> dic
             announce("stopping the stack")
     except UncleanStopError as error:
         leaks = str(error).split("; ")
+    leaks += await soak.left()
     return soak.document() | {"leaks": leaks}
 
 
@@ -72,11 +75,12 @@ class Soak:
         self._settings = settings
         self._asks = made
         self._announce = announce
-        self._expected: list[LastingAnswer] = []
+        self._expected: list[LastingAnswer | OtherAnswer] = []
         self._answers: list[Answer] = []
         self._struck: list[Struck] = []
         self._begun_s = self._until_s = 0.0
         self._next = 0
+        self._pids: dict[int, str] = {}  # every process of a service, ever, with its name
 
     async def run(self, stack: Stack) -> None:
         limits = httpx.Limits(max_connections=2 * self._settings.streams + 8)
@@ -106,6 +110,15 @@ class Soak:
                 return
             await asyncio.sleep(PROBE_PAUSE_S)
 
+    async def left(self) -> list[str]:
+        """Returns the processes that are left of services a while after their end."""
+        until_s = time.monotonic() + FAREWELL_S
+        while True:
+            left = {name: found for pid, name in self._pids.items() if (found := followers(pid))}
+            if not left or time.monotonic() >= until_s:
+                return [f"{name} left the processes {list(pids)}" for name, pids in left.items()]
+            await asyncio.sleep(PROBE_PAUSE_S)
+
     async def _load(self, client: httpx.AsyncClient) -> None:
         """Streams one answer after the other; the last one to its end."""
         while time.monotonic() < self._until_s:
@@ -123,6 +136,11 @@ class Soak:
                 return
             self._tell(fault)
             at_s = time.monotonic()
+            self._pids |= {
+                service.serving_pid: service.name
+                for service in stack.services.values()
+                if service.serving_pid
+            }
             process = await strike(stack, fault)
             if not process:
                 continue
@@ -187,15 +205,21 @@ def _stack_options(settings: Settings) -> StackOptions:
     if settings.sp > 1:  # groups are planned by their times; these are of GPUs
         planned = [f"engine.profile={GPU_PROFILE}", "scheduler.planner=fixed_sp"]
         planned.append(f"scheduler.fixed_sp={settings.sp}")
+    of_roles = settings.role_settings()
     return StackOptions(
         model=settings.folder,
         model_name="chaos",
         prefill=settings.prefill,
         decode=settings.decode,
+        colocated=settings.colocated,
+        colocation=settings.role,
         kvp=settings.kvp,
         schedulers=settings.schedulers,
         port=0,
+        tls=settings.tls,
+        logs=Path(settings.logs) if settings.logs else None,
         threads=1,
+        role_settings=of_roles,
         settings=[
             "engine.device=cpu",
             "engine.dtype=float32",
@@ -205,5 +229,7 @@ def _stack_options(settings: Settings) -> StackOptions:
             f"scheduler.lease_s={settings.lease_s}",
             f"scheduler.max_kv_tokens_per_worker={settings.spread_tokens if settings.kvp else 0}",
             f"scheduler.max_deaths={MOST_DEATHS}",
+            *(["proxy.tool_parser=hermes"] if "tool" in settings.answers else []),
+            *of_roles.pop(""),
         ],
     )

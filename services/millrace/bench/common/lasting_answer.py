@@ -22,6 +22,9 @@ from millrace.event_lines import event_lines
 RETRY_S = 0.05
 #: Of a proxy that is being started again, of one whose store or fleet is away, of a full one.
 LATER = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.TOO_MANY_REQUESTS)
+#: Raised where a connection can't be made or breaks. Over uvloop, anyio raises AttributeError when
+#: the server closes a connection in the moment in which it was made.
+BROKEN = (httpx.TransportError, AttributeError)
 #: Codes of error events after which the stream can be resumed.
 UNAVAILABLE = "unavailable"
 RESUMABLE = ("continued_elsewhere", UNAVAILABLE)
@@ -76,7 +79,7 @@ class LastingAnswer:
                 try:
                     async with self._open(client) as response:
                         pause_s = await self._read(response)
-                except httpx.TransportError:
+                except BROKEN:
                     self.breaks += 1
                 if self._ended:
                     return self
