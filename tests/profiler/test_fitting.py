@@ -16,7 +16,7 @@ from millrace.core.cost.profile import Profile
 from millrace.profiler.accuracy import compare, errors
 from millrace.profiler.fitting import build_profile, prefill_latency
 from millrace.profiler.measure import Decode, Far, Measured, Mixed, Prefill, usual
-from millrace.profiler.tables import rising
+from millrace.profiles.eq_1 import rising
 from support.known_law import CHUNK, LENGTHS, SUBJECT, far_s, measured, prefill
 
 UNSEEN = (

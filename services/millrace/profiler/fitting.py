@@ -29,11 +29,11 @@ from millrace.profiler.accuracy import compare, errors
 from millrace.profiler.groups.measure import MeasuredGroups
 from millrace.profiler.measure import Decode, Far, Measured, Prefill, measure
 from millrace.profiler.mixed_fit import LINEAR, mixed_model
-from millrace.profiler.tables import over_squares, rising, table_of, with_far
+from millrace.profiler.tables import over_squares, table_of, with_far
 from millrace.profiler.workload import Timing, Workload
 from millrace.profiles import eq_1, load_profile
 from millrace.profiles.degrees import REFERENCE, estimated
-from millrace.profiles.eq_1 import rounded
+from millrace.profiles.eq_1 import rising, rounded
 
 NOTHING: Mapping[Far, float] = MappingProxyType({})
 
@@ -157,17 +157,12 @@ def _latency(seconds_of: Mapping[Prefill, float], far_s: Mapping[Far, float]) ->
     points = tuple((case.tokens, rounded(s)) for (case, _), s in zip(alone, seconds, strict=True))
     a, b, d = eq_1.fit(points)
     bare = replace(eq_1.latency(a, b, d, points), c=0.0)
-    more: list[tuple[Prefill | Far, float]] = []
-    more += [(case, taken_s - bare.chunk_s(case.tokens)) for case, taken_s in behind]
-    more += [(far, s * far.tokens * far.history / far.pairs) for far, s in sorted(far_s.items())]
-    # Least squares on relative error of c C L = what history adds.
-    over = product = 0.0
-    for one, more_s in more:
-        taken_s = bare.chunk_s(one.tokens) + more_s
-        pairs = one.tokens * one.history / taken_s
-        over += pairs * more_s / taken_s
-        product += pairs * pairs
-    c = max(over / product, 0.0) if product else 2 * bare.d
+    more = [(one.tokens, one.history, s - bare.chunk_s(one.tokens)) for one, s in behind]
+    more += [
+        (far.tokens, far.history, s * far.tokens * far.history / far.pairs)
+        for far, s in sorted(far_s.items())
+    ]
+    c = eq_1.history_term(bare, more)
     if far_s:
         a, b, d = eq_1.fit(points, d=c / 2)
     return replace(eq_1.latency(a, b, d, points), c=rounded(c))

@@ -15,8 +15,9 @@ from statistics import median
 
 from millrace.core.cost.operators import DecodeAttention, OperatorModel, Table
 from millrace.profiler.measure import Measured, Prefill, Rows
-from millrace.profiler.tables import over_squares, rising, table_of, with_far
+from millrace.profiler.tables import over_squares, table_of, with_far
 from millrace.profiler.workload import AROUND, SAMPLE, Timing
+from millrace.profiles.eq_1 import rising
 
 LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 
 from millrace.core.cost.operators import Table
 from millrace.profiler.measure import Far
-from millrace.profiles.eq_1 import rounded
+from millrace.profiles.eq_1 import rising, rounded
 
 
 def table_of(points: Mapping[int, float], *, is_rising: bool = False) -> Table:
@@ -36,15 +36,3 @@ def with_far(attn: Table, far_s: Mapping[Far, float], layers: int) -> Table:
     end = max(far.end for far in far_s) ** 2
     last_s = attn.ys[-1] + pair_s / 2 * (end - attn.xs[-1])
     return Table(xs=(*attn.xs, float(end)), ys=(*attn.ys, rounded(last_s)))
-
-
-def rising(values: Sequence[float]) -> list[float]:
-    """Returns the least-squares fit that never falls (pool adjacent violators)."""
-    blocks: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = value, 1
-        while blocks and blocks[-1][0] > mean:
-            other, more = blocks.pop()
-            mean, count = (mean * count + other * more) / (count + more), count + more
-        blocks.append((mean, count))
-    return [mean for mean, count in blocks for _ in range(count)]

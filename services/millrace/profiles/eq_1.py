@@ -6,7 +6,7 @@ fits offline by least squares; it does not say how it weighs short prompts again
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -47,3 +47,30 @@ def latency(a: float, b: float, d: float, points: Points = ()) -> Latency:
 def rounded(value: float) -> float:
     """Rounds to six digits: more than the data hold, and the same bytes on every machine."""
     return float(f"{value:.6g}")
+
+
+def history_term(bare: Latency, more: Iterable[tuple[int, int, float]]) -> float:
+    """Returns c of Eq. (1), by least squares on relative error of what histories add.
+
+    bare: a, b and d, with c = 0. more: (tokens, history, seconds that the history adds); without
+    any, c is 2 d.
+    """
+    over = product = 0.0
+    for tokens, history, more_s in more:
+        taken_s = bare.chunk_s(tokens) + more_s
+        pairs = tokens * history / taken_s
+        over += pairs * more_s / taken_s
+        product += pairs * pairs
+    return max(over / product, 0.0) if product else 2 * bare.d
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """Returns the least-squares fit that never falls (pool adjacent violators)."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while blocks and blocks[-1][0] > mean:
+            other, more = blocks.pop()
+            mean, count = (mean * count + other * more) / (count + more), count + more
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]

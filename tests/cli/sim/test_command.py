@@ -187,6 +187,16 @@ def test_objectives_of_a_class_can_be_given(tmp_path):
     assert classes["search"]["attainment"] > 0.5
 
 
+def test_a_profile_is_fitted_to_a_table_and_simulated(tmp_path):
+    table, profile = tmp_path / "own.csv", tmp_path / "own.json"
+    table.write_text("tokens,seconds,sp\n1024,0.2,1\n8192,1.5,1\n1024,0.2,2\n8192,0.9,2\n")
+    assert "sp 2: a " in ran("fit", table, "--out", profile).output
+    assert "60 of 60 requests succeeded" in ran("run", *MIX, "--profile", profile).output
+    assert "--out own.txt" in refused("fit", table, "--out", "own.txt")
+    table.write_text("tokens\n1\n")
+    assert "line 1" in refused("fit", table, "--out", profile)
+
+
 def test_compare_makes_the_folder_of_its_boards(tmp_path):
     folder = tmp_path / "new" / "runs"
     ran("compare", "fcfs", "lars", *MIX, "--board", folder)

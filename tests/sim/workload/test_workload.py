@@ -116,6 +116,7 @@ QWEN |= {"timestamp": 0.5, "input_length": 9, "output_length": 2}
         (MOONCAKE + '{"timestamp": 1,', "line 4, character 17: not JSON: Expecting property name"),
         (MOONCAKE + "[1]", r"line 4: '\[1\]' is no JSON object"),
         (MOONCAKE + '{"timestamp": 7, "input_length": 8}', "line 4: output_length is missing"),
+        (MOONCAKE.replace("}", ', "class": 3}', 1), "line 1: class is 3; it must be a text"),
         (json.dumps({**QWEN, "hash_ids": 3}), "line 1: hash_ids is 3; it must be a list"),
         (json.dumps({**QWEN, "type": [3]}), r"line 1: type is \[3\]; it must be a text"),
         (
@@ -130,6 +131,23 @@ def test_a_wrong_value_is_named_with_its_line(tmp_path, text, said):
     path.write_text(text, newline="")
     with pytest.raises(ConfigError, match=rf"trace {path}(, |: ){said}"):
         read_trace(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "arrived_at,num_prefill_tokens,num_decode_tokens,class\n1,74,9,chat\n2,80,9,\n3,90,9\n",
+        MOONCAKE.replace("}\n", ', "class": "chat"}\n', 1) + MOONCAKE.splitlines()[1],
+    ],
+)
+def test_rows_may_name_their_class(tmp_path, text):
+    path = tmp_path / "own"
+    path.write_text(text)
+    rows = read_trace(path)
+    assert [row.class_name for row in rows] == ["chat", "", ""]
+    chat, other = SloClass(name="chat", ttft_s=0.3, weight=1e-9), SloClass(name="other")
+    found = plan(WorkloadOptions(trace=rows, classes=(chat, other)))
+    assert [one.slo for one in found] == [chat, other, other]
 
 
 def test_a_recording_is_a_trace_with_objectives_and_keys(tmp_path):

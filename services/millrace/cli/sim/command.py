@@ -9,6 +9,7 @@ import typer
 
 from millrace.cli.process import plain_errors
 from millrace.cli.sim import arguments as of
+from millrace.cli.sim.fit_command import fit_command
 from millrace.cli.sim.replay_command import command as replay_command
 from millrace.cli.sim.studies.compare_command import compare_command
 from millrace.cli.sim.studies.rates_command import rates_command
@@ -25,6 +26,7 @@ def register(app: typer.Typer) -> None:
     app.command("sweep")(sweep_command)
     app.command("replay")(replay_command)
     app.command("profile-rates")(rates_command)
+    app.command("fit")(fit_command)
     names = ", ".join(EXPERIMENTS)
     app.command("paper", help=f"Run one of the papers' experiments: {names}.")(paper)
 

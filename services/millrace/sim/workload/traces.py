@@ -8,6 +8,7 @@ Trace files, plain or gzip, are told apart by their first line:
 - QwenTrace (Qwen-Bailian): JSON lines with chat_id, parent_chat_id, timestamp (s), input_length,
   output_length, type, hash_ids; made single-turn as FlowPrefill (section 6.1, "Workloads") does;
 - Vidur and Sarathi: CSV with num_prefill_tokens, num_decode_tokens, and arrived_at (s) or no times;
+- CSV and Mooncake's lines may have a `class`, the name of the request's class;
 - Millrace's recordings of a live run (`--record`), with each request's class, objectives and key.
 
 Prefix blocks (hash_ids) have no other use: every request is a single turn with a cold cache.
@@ -147,6 +148,7 @@ _AZURE = {"TIMESTAMP": _TIME, "ContextTokens": _TOKENS, "GeneratedTokens": _TOKE
 _LENGTHS = {"num_prefill_tokens": _TOKENS, "num_decode_tokens": _TOKENS}
 _TIMED_LENGTHS = {"arrived_at": _SECONDS, **_LENGTHS}
 _MOONCAKE = {"timestamp": _SECONDS, "input_length": _TOKENS, "output_length": _TOKENS}
+_CLASS = {"class": ("a text", _text)}
 _QWEN = {
     "chat_id": _ID,
     "parent_chat_id": _ID,
@@ -168,7 +170,8 @@ def _rows(first: str, others: Iterable[str]) -> Iterator[TraceRow]:
         if columns >= fields.keys():
             for entry in reader:
                 *arrival_s, tokens, output = _values(reader.line_num, entry, fields)
-                yield _row(arrival_s[0] if arrival_s else None, tokens, output)
+                at_s = arrival_s[0] if arrival_s else None
+                yield _row(at_s, tokens, output, _class_name(reader.line_num, entry))
             return
     if columns:
         csvs = " or ".join(",".join(fields) for fields in (_AZURE, _LENGTHS, _TIMED_LENGTHS))
@@ -207,10 +210,15 @@ def _values(number: int, entry: Mapping[str, Any], fields: Mapping[str, _Reader]
     return found
 
 
+def _class_name(number: int, entry: Mapping[str, Any]) -> str:
+    """Returns the class of a row; empty where it has none."""
+    return _values(number, entry, _CLASS)[0] if entry.get("class") is not None else ""
+
+
 def _mooncake_rows(entries: Iterable[tuple[int, Mapping[str, Any]]]) -> Iterator[TraceRow]:
     for number, entry in entries:
         at_ms, tokens, output = _values(number, entry, _MOONCAKE)
-        yield _row(at_ms / 1e3, tokens, output)
+        yield _row(at_ms / 1e3, tokens, output, _class_name(number, entry))
 
 
 def _qwen_rows(entries: Iterable[tuple[int, Mapping[str, Any]]]) -> Iterator[TraceRow]:
