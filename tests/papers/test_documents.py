@@ -12,11 +12,20 @@ from millrace.experiments import EXPERIMENTS, load_experiment
 DOCUMENTS = Path(__file__).resolve().parents[2] / "docs" / "papers"
 
 #: Seconds each on one core.
-QUICK = ("tetris-table1", "tetris-examples", "mnemosyne-kvp", "mnemosyne-spp", "mnemosyne-batching")
+QUICK = (
+    *("tetris-table1", "tetris-examples", "flowprefill-fig3", "mnemosyne-kvp"),
+    *("mnemosyne-spp", "mnemosyne-batching", "mnemosyne-tradeoff"),
+)
 #: Up to some minutes each.
 SLOW = (
     *("medha-chunking", "tetris-fig14", "flowprefill-rounds", "flowprefill-fig10"),
-    *("flowprefill-fig11", "flowprefill-fig12", "flowprefill-fig14", "flowprefill-fig16"),
+    *(
+        "flowprefill-fig9",
+        "flowprefill-fig11",
+        "flowprefill-fig12",
+        "flowprefill-fig14",
+        "flowprefill-fig16",
+    ),
 )
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from millrace.core.cost.operators import BatchShape
 from millrace.experiments import EXPERIMENTS, load_experiment
 from millrace.experiments.flowprefill import common as fp
+from millrace.experiments.flowprefill import fig3
 from millrace.experiments.flowprefill import rounds as flowprefill_rounds
 from millrace.experiments.flowprefill.fig9 import SYSTEMS
 from millrace.experiments.flowprefill.fig10 import SYSTEMS as POLICIES
@@ -32,6 +33,21 @@ MODEL = "Llama-3-8B"
 
 def quiet(text: str) -> None:
     """Ignores progress texts."""
+
+
+def test_figure_3_small_chunks_cost_throughput() -> None:
+    operators = fp.operator_profile(fp.MODELS[MODEL]).operators
+    seconds = [fig3.chunked_s(operators, chunk) for chunk in fig3.CHUNKS]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > 1.3 * seconds[-1]
+
+
+def test_figure_4_batches_are_for_short_prompts() -> None:
+    """Section 3.2: throughput rises and latency hardly; long ones gain little, and wait."""
+    operators = fp.operator_profile(fp.MODELS[MODEL]).operators
+    slower = {n: fig3.batch_s(operators, n, 8) / fig3.batch_s(operators, n, 1) for n in (32, 8192)}
+    assert slower[32] < 2.0
+    assert 7.0 < slower[8192] < 8.0
 
 
 def test_figure_9_goodput() -> None:

@@ -13,8 +13,11 @@ from millrace.experiments import long_context as mn
 from millrace.experiments.mnemosyne import batching as mnemosyne_batching
 from millrace.experiments.mnemosyne import kvp as mnemosyne_kvp
 from millrace.experiments.mnemosyne import spp as mnemosyne_spp
+from millrace.experiments.mnemosyne import tradeoff as mnemosyne_tradeoff
+from millrace.profiles import load_profile
 
 H100 = mn.operators(mn.H100)
+BESIDE = mn.Beside(decodes=1)
 
 
 def saved(degree: int, context: int) -> float:
@@ -55,6 +58,41 @@ def test_kvp_buys_larger_chunks_at_the_same_target():
     assert grown.ttft_s < 0.85 * alone.ttft_s
 
 
+def test_workers_shorten_a_prefill_in_small_chunks_where_the_context_is_long():
+    """Section 6.4, figure 18: at 1M tokens one worker is faster, at 2M equal, at 4M slower."""
+    (small, *_, large), most = mnemosyne_tradeoff.CHUNKS, mnemosyne_tradeoff.DEGREES[-1]
+    ratios = []
+    for tokens in mnemosyne_tradeoff.CONTEXTS:
+        one = {n: mnemosyne_tradeoff.point(H100, tokens, 1, n) for n in (small, large)}
+        four = {n: mnemosyne_tradeoff.point(H100, tokens, most, n) for n in (small, large)}
+        ratios.append(four[small].ttft_s / one[small].ttft_s)
+        assert four[large].ttft_s < one[large].ttft_s
+        assert four[large].p95_tbt_s < one[large].p95_tbt_s
+        assert one[large].ttft_s < one[small].ttft_s
+        assert one[large].p95_tbt_s > one[small].p95_tbt_s
+    assert ratios[0] > 1.1
+    assert ratios[1] == pytest.approx(1.0, abs=0.05)
+    assert ratios[2] < 0.9
+
+
+def test_the_points_of_figure_18_are_those_of_all_iterations():
+    tokens, chunk, stages = 400_000, 256, mnemosyne_tradeoff.STAGES
+    ran = list(mn.passes(H100, mn.static(chunk, BESIDE), tokens, BESIDE))
+    staged = [mn.staged_s(H100, one.seconds, stages) for one in ran]
+    found = mnemosyne_tradeoff.point(H100, tokens, 1, chunk)
+    assert found.ttft_s == pytest.approx(sum(staged) + (stages - 1) * staged[-1], rel=0.01)
+    p95_s = mn.summary(ran).p95_s
+    assert found.p95_tbt_s == pytest.approx(stages * mn.staged_s(H100, p95_s, stages), rel=0.01)
+
+
+def test_decode_steps_of_long_contexts_use_the_bandwidth():
+    """Figure 21: up to 92 %, less with more workers."""
+    kv_bytes = load_profile(mn.H100).kv_bytes_per_token
+    used = [mnemosyne_tradeoff.utilisation(H100, kv_bytes, 10_000_000, k) for k in (1, 2, 4)]
+    assert used == sorted(used, reverse=True)
+    assert 0.7 < used[0] < 0.92
+
+
 def test_stages_divide_a_long_prefill():
     """Figure 15: above 80 % of linear at 16 stages."""
     one_s, sixteen_s = (mnemosyne_spp.prefill_s(1_000_000, stages) for stages in (1, 16))
@@ -92,7 +130,11 @@ def test_small_chunks_cost_attention_little():
 
 
 @pytest.mark.parametrize(
-    "name", ["mnemosyne-kvp", "mnemosyne-spp", "mnemosyne-batching", "medha-chunking"]
+    "name",
+    [
+        *("mnemosyne-kvp", "mnemosyne-spp", "mnemosyne-batching", "mnemosyne-tradeoff"),
+        "medha-chunking",
+    ],
 )
 def test_its_document_and_plot(name, tmp_path):
     document, plot = tmp_path / "found.json", tmp_path / "found.png"

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 _NAMES = {
     ("tetris", "tetris"): "table1 examples rates fig8 fig9 fig11 fig13 fig14",
     ("millrace", "joined"): "policies systems",
-    ("flowprefill", "flowprefill"): "fig9 fig10 fig11 fig12 rounds fig14 fig15 fig16",
+    ("flowprefill", "flowprefill"): "fig3 fig9 fig10 fig11 fig12 rounds fig14 fig15 fig16",
     ("medha", "medha"): "convoy policies chunking",
-    ("mnemosyne", "mnemosyne"): "kvp spp batching",
+    ("mnemosyne", "mnemosyne"): "kvp spp batching tradeoff",
 }
 EXPERIMENTS: Mapping[str, str] = MappingProxyType(
     {
