@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest_asyncio
 
-from millrace.core.config import SchedulerConfig
+from millrace.core.config import Config, SchedulerConfig
 from millrace.core.scheduler.commands import Drain, KvShard
 from millrace.decode.loop import DecodeRole
 from millrace.instance.role import WorkerContext
@@ -93,10 +93,11 @@ class Spread:
 
 
 @asynccontextmanager
-async def spread(*builds: Any) -> AsyncIterator[Spread]:
+async def spread(*builds: Any, settings: Config = SETTINGS) -> AsyncIterator[Spread]:
+    """`settings`: of the decode instance."""
     store, hub = GatedStore(), MemoryHub()
     prefill = LiveRole(PrefillRole, SETTINGS, name="prefill-0", hub=hub, store=store)
-    decode = LiveRole(DecodeRole, SETTINGS, name="decode-0", hub=hub, store=store)
+    decode = LiveRole(DecodeRole, settings, name="decode-0", hub=hub, store=store)
     workers = [
         LiveRole(build, SETTINGS, name=f"worker-{i}", hub=hub, store=store)
         for i, build in enumerate(builds)
@@ -142,6 +143,33 @@ async def test_decode_instances_hold_shards_for_each_other() -> None:
         await scene.ask("r", 70, 2 * PAGE, 4 * PAGE, 8 * PAGE, max_tokens=24)
         await scene.answered("r", 70, 24)
         await scene.all_freed("r")
+
+
+async def test_where_answers_grow_a_spread_request_waits_for_pages() -> None:
+    grow = replace(SETTINGS.scheduler, decode_reserve="grow", decode_headroom_tokens=8)
+    async with spread(kvp_role, settings=replace(SETTINGS, scheduler=grow)) as scene:
+        pool = scene.pair.decode.engine.pool
+        grown = pool.allocate(pool.free_pages - 3)  # by answers, unknown to the scheduler so far
+        await scene.ask("r", 70, 4 * PAGE, 8 * PAGE, max_tokens=24)
+        assert scene.pair.decode.kinds("r") == []
+        assert scene.pair.decode.role.heartbeat().free_pages == 0  # r takes them first
+        pool.free(grown)
+        await scene.pair.ask("whole", 21, max_tokens=40)  # the instance looks for pages again
+        await scene.answered("r", 70, 24)
+        await scene.answered("whole", 21, 40)
+        await scene.all_freed("r")
+
+
+async def test_a_request_that_waits_for_pages_is_cancelled() -> None:
+    grow = replace(SETTINGS.scheduler, decode_reserve="grow")
+    async with spread(kvp_role, settings=replace(SETTINGS, scheduler=grow)) as scene:
+        pool = scene.pair.decode.engine.pool
+        grown = pool.allocate(pool.free_pages)
+        await scene.admit("r", 70, 4 * PAGE, 8 * PAGE, max_tokens=24)
+        scene.pair.decode.cancel("r")
+        await scene.pair.decode.said("request_released", "r")
+        pool.free(grown)
+    assert scene.used_pages == [0]
 
 
 async def test_a_kvp_worker_without_room_fails_the_request_before_it_begins(scene: Spread) -> None:

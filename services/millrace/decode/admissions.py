@@ -108,11 +108,8 @@ class Admissions:
             shard.lose("another attempt begins here")
             self._refuse(admit, "a shard of an earlier attempt is still here", "transfer")
             return
-        if len(admit.shards) > 1:
-            self._admit_spread(admit)
-            return
         try:
-            self.pages.check(admit.request)
+            self._check(admit)
             request = DecodeRequest.of(admit, self._id, self._tracer)
             if not self.pages.may_grow:
                 self._take_pages(request, admit)
@@ -127,23 +124,42 @@ class Admissions:
             self._waiting[request.id] = admit
             self._table.wake.set()
         else:
-            self._expect(request)
+            self._expect(request, admit)
+
+    def _check(self, admit: AdmitDecode) -> None:
+        """Raises CapacityError for a request that could not be held even by an empty instance."""
+        if not _is_spread(admit):
+            self.pages.check(admit.request)
+            return
+        if why := self.spread.refusal(admit.request):
+            raise CapacityError(why)
+        self.pages.check_shard(admit.request, admit.shards[0].end_token)
 
     def _take_pages(self, request: DecodeRequest, admit: AdmitDecode) -> None:
-        """Reserves the request's pages. Raises TransferError and CapacityError, and takes none."""
+        """Reserves the request's pages, or those of its first shard. Raises TransferError and
+        CapacityError, and takes none."""
+        if _is_spread(admit):
+            request.hold(self.pages.reserve_shard(request.spec, admit.shards[0].end_token))
+            return
         request.hold(self.pages.reserve(request.spec, self.prefixes.take(admit)))
         self.prefixes.found(request, admit.kept_tokens)
 
-    def _expect(self, request: DecodeRequest) -> None:
-        """Admits the prompt's KV at the receiver."""
-        prompt_pages = ceil_div(request.prompt_tokens, self._page_tokens)
+    def _expect(self, request: DecodeRequest, admit: AdmitDecode) -> None:
+        """Admits the prompt's KV at the receiver, and asks KVP workers to hold the shards after the
+        first."""
+        end, others = request.prompt_tokens, admit.shards[1:]
+        if others:
+            end = min(admit.shards[0].end_token, end)
         self.receiver.admit(
             request.id,
-            request.pages.of_choice(0)[:prompt_pages],
+            request.pages.of_choice(0)[: ceil_div(end, self._page_tokens)],
             request.prompt_tokens,
             request.attempt,
             kept_tokens=request.cached_tokens,
+            shard=(0, end) if others else None,
         )
+        if others:
+            self.spread.open(request, others, request.prompt_tokens)
         self._fetch_if_needed(request)
 
     # -- admission of requests that wait for pages
@@ -152,40 +168,23 @@ class Admissions:
         """Lists the requests without pages, whose senders wait."""
         return [r for r in map(self._table.live, self._waiting) if r is not None]
 
+    def wanted(self, request: DecodeRequest) -> int:
+        """Returns the number of pages that a waiting request takes."""
+        admit = self._waiting[request.id]
+        if _is_spread(admit):
+            return self.pages.wanted_shard(request.spec, admit.shards[0].end_token)
+        return self.pages.wanted(request.spec)
+
     def let_in(self, request: DecodeRequest) -> None:
         """Reserves the pages of a waiting request; enough pages must be free."""
+        admit = self._waiting.pop(request.id)
         try:
-            self._take_pages(request, self._waiting.pop(request.id))
+            self._take_pages(request, admit)
         except TransferError as error:
             self._output.fail(request, str(error), "transfer")
         else:
             request.trace.trace("wait_for_pages", request.admitted_s, request.clock.now_s())
-            self._expect(request)
-
-    def _admit_spread(self, admit: AdmitDecode) -> None:
-        """Reserves pages for the first shard, and asks the KVP workers to reserve the others."""
-        own, *others = admit.shards
-        if why := self.spread.refusal(admit.request):
-            self._refuse(admit, why, "capacity")
-            return
-        try:
-            pages = self.pages.reserve_shard(admit.request, own.end_token)
-        except CapacityError as error:
-            self._refuse(admit, str(error), "capacity")
-            return
-        request = DecodeRequest.of(admit, self._id, self._tracer)
-        request.hold(pages)
-        self._table.add(request)
-        end = min(own.end_token, request.prompt_tokens)
-        self.receiver.admit(
-            request.id,
-            pages.of_choice(0)[: ceil_div(end, self._page_tokens)],
-            request.prompt_tokens,
-            request.attempt,
-            shard=(0, end),
-        )
-        self.spread.open(request, others, request.prompt_tokens)
-        self._fetch_if_needed(request)
+            self._expect(request, admit)
 
     def _fetch_if_needed(self, request: DecodeRequest) -> None:
         if request.sampling.needs_prompt_ids:
@@ -290,3 +289,7 @@ class Admissions:
         self.pages.release(request)
         self._table.remove(request)
         self._send(request.last_report())
+
+
+def _is_spread(admit: AdmitDecode) -> bool:
+    return len(admit.shards) > 1

@@ -81,6 +81,9 @@ class Landings:
     def waiting(self) -> list[DecodeRequest]:
         return [request for request in self._waiting.values() if not request.ended]
 
+    def wanted(self, request: DecodeRequest) -> int:
+        return self.pages.wanted(request.spec)
+
     def let_in(self, request: DecodeRequest) -> None:
         request.hold(self.pages.reserve(request.spec, []))
         self.in_transit.append(self._waiting.pop(request.id))

@@ -42,6 +42,10 @@ class Waiting(Protocol):
 
     def waiting(self) -> list[DecodeRequest]: ...
 
+    def wanted(self, request: DecodeRequest) -> int:
+        """Returns the number of pages that a waiting request takes."""
+        ...
+
     def let_in(self, request: DecodeRequest) -> None:
         """Admits a request; its pages must be free."""
 
@@ -117,7 +121,7 @@ class Preemption:
     def owed_pages(self) -> int:
         """Pages that preempted and waiting requests will take before any new request."""
         owed = sum(self._wanted(one) for one in self._away.values() if not one.request.ended)
-        return owed + sum(self._pages.wanted(r.spec) for r in self._waiting.waiting())
+        return owed + sum(map(self._waiting.wanted, self._waiting.waiting()))
 
     def check_integrity(self) -> None:
         """Raises IntegrityError for a preempted request that is unknown or in the batch, and for
@@ -188,7 +192,7 @@ class Preemption:
                     return
                 self._swapper.begin_in(preempted)
                 continue
-            needed = self._pages.wanted(request.spec)
+            needed = self._waiting.wanted(request)
             if needed > self._pages.free - promised:
                 if in_danger(request, self.mean_away_s):
                     self._make_way(request, promised + needed - self._pages.free - self._coming())

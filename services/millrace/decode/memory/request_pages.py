@@ -41,6 +41,12 @@ class RequestPages:
                 f"{whole} KV pages may be wanted in all, the pool has {self._pool.num_pages}"
             )
 
+    def check_shard(self, spec: RequestSpec, end_token: int) -> None:
+        """Raises CapacityError for a first shard that does not fit even into an empty instance."""
+        wanted = self.wanted_shard(spec, end_token)
+        if wanted > self._pool.num_pages:
+            raise CapacityError(f"{wanted} KV pages wanted, the pool has {self._pool.num_pages}")
+
     def grows(self, spec: RequestSpec) -> bool:
         """Whether a request is admitted with fewer pages than it may need.
 
@@ -70,10 +76,14 @@ class RequestPages:
 
         If it raises CapacityError, it takes none.
         """
-        tokens = min(end_token, spec.prompt_tokens + max(spec.sampling.max_tokens, 1) - 1)
-        pages = self._pool.allocate(ceil_div(tokens, self.page_tokens))
-        shared = min(tokens, spec.prompt_tokens) // self.page_tokens
+        pages = self._pool.allocate(self.wanted_shard(spec, end_token))
+        shared = min(end_token, spec.prompt_tokens) // self.page_tokens
         return HeldPages.of(pages, shared, {0: len(pages) - shared})
+
+    def wanted_shard(self, spec: RequestSpec, end_token: int) -> int:
+        """The number of pages that `reserve_shard` takes."""
+        tokens = min(end_token, spec.prompt_tokens + max(spec.sampling.max_tokens, 1) - 1)
+        return ceil_div(tokens, self.page_tokens)
 
     def _reserve(self, spec: RequestSpec, cached: Sequence[int]) -> HeldPages:
         self.check(spec)
