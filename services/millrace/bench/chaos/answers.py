@@ -23,6 +23,7 @@ LINES = 4  # of a batch
 SAMPLED = {"temperature": 1, "seed": 7}
 WORDS = ("left", "right", "heron", "river", "stone", "why", "tell me", "a story")
 TOKENS_OF_A_TURN = 6  # at most, one a character
+TOKENS_OF_A_CALL = 200
 
 RIGHT, WRONG, ERROR, CUT, LOST, HUNG = "right", "wrong", "error", "cut", "lost", "hung"
 ENDS = (RIGHT, WRONG, ERROR, CUT, LOST, HUNG)
@@ -68,7 +69,8 @@ class Ask:
                 few = {"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 6}
                 return {"model": "chaos", "prompt": list(self.prompt), **few}
             case "tool":
-                return {**self.chat("messages"), "tools": [TOOL], "tool_choice": "required"}
+                room = {"max_tokens": TOKENS_OF_A_CALL}
+                return {**self.chat("messages"), **room, "tools": [TOOL], "tool_choice": "required"}
             case "response" | "background":
                 room = {"max_output_tokens": self.max_tokens, "stream": True}
                 return {**self.chat("input"), **room, "background": self.kind == "background"}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,8 @@ class OtherAnswer:
     longest_pause_s: float = 0.0
     chosen_id: str = ""
     _begun: bool = False
+    _response_id: str = ""  # of a response in the background
+    _seen: int = 0  # the number of its last event
     _last_s: float = 0.0
 
     async def read(self, client: httpx.AsyncClient, *, silence_s: float) -> None:
@@ -126,7 +128,7 @@ class OtherAnswer:
             _join(choices.setdefault(choice["index"], {}), choice)
 
     def _is_last(self, event: dict[str, Any]) -> bool:
-        """Takes the whole response from the last event of its stream; returns whether it was it."""
+        """Takes the whole response from an event; returns whether it is the last one."""
         state = event.get("type", "").removeprefix("response.")
         if state not in ENDED:
             return False
@@ -138,26 +140,31 @@ class OtherAnswer:
 
     async def _run_in_background(self, client: httpx.AsyncClient) -> None:
         """Starts a response, and reads its events to the end, at whichever replica."""
-        name, seen = "", 0
         while not self.error and self.content is None:
-            opened = client.stream("POST", self.path, json=self.body)
-            if name:
-                query = {"stream": "true", "starting_after": str(seen)}
-                opened = client.stream("GET", f"{self.path}/{name}", params=query)
             try:
-                async with opened as response:
+                async with self._open_response(client) as response:
                     if await self._is_taken(response):
-                        async for line in event_lines(response):
-                            if line.startswith("data: "):
-                                event = orjson.loads(line[6:])
-                                seen = event.get("sequence_number", seen)
-                                name = event.get("response", {}).get("id", name)
-                                self._take_event(event, {})
-                                self._is_last(event)
+                        await self._take_response(response)
             except BROKEN:
                 self.breaks += 1
-            self.chosen_id = name
             await asyncio.sleep(RETRY_S)
+
+    def _open_response(
+        self, client: httpx.AsyncClient
+    ) -> AbstractAsyncContextManager[httpx.Response]:
+        if not self._response_id:
+            return client.stream("POST", self.path, json=self.body)
+        query = {"stream": "true", "starting_after": str(self._seen)}
+        return client.stream("GET", f"{self.path}/{self._response_id}", params=query)
+
+    async def _take_response(self, response: httpx.Response) -> None:
+        async for line in event_lines(response):
+            if line.startswith("data: "):
+                event = orjson.loads(line[6:])
+                self._seen = event.get("sequence_number", self._seen)
+                self._response_id = event.get("response", {}).get("id", self._response_id)
+                self._take_event(event, {})
+                self._is_last(event)
 
     async def _run_batch(self, client: httpx.AsyncClient) -> None:
         """Runs the body's `lines` as a batch; the content is its output, by custom ids."""
