@@ -10,11 +10,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
 from millrace.core.config import Config, SchedulerConfig
 from millrace.core.scheduler.commands import Drain, KvShard
 from millrace.decode.loop import DecodeRole
+from millrace.engine.attention.kvp_worker import ShardAttention
 from millrace.instance.role import WorkerContext
 from millrace.kvp.role import KvpRole
 from millrace.prefill.loop import PrefillRole
@@ -208,6 +210,27 @@ async def test_an_answer_whose_kvp_worker_goes_is_migrated(scene: Spread) -> Non
     assert got == oracle("llama").greedy(prompt(70), len(got))
     await scene.answered("whole", 21, 40)
     await scene.all_freed("r")
+
+
+async def test_a_lost_exchange_begins_again_though_a_request_waits(
+    scene: Spread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Sequence[int]:
+        raise ValueError("no layer")
+
+    ends = (2 * PAGE, 4 * PAGE, 8 * PAGE)
+    await scene.admit("waits", 70, *ends)  # its prompt has not landed
+    await eventually(lambda: all(scene.used_pages))
+    with monkeypatch.context() as patched:
+        patched.setattr(ShardAttention, "layer", fail)
+        await scene.ask("r", 70, *ends, max_tokens=24)
+        finished = await scene.pair.decode.said("request_finished", "r")
+        assert finished.reason == "moved"
+        failed = await scene.pair.decode.said("request_failed", "waits")
+        assert failed.retryable and "no layer" in failed.message
+    await scene.ask("again", 70, *ends, max_tokens=24)
+    await scene.answered("again", 70, 24)
+    await scene.all_freed("waits", "r", "again")
 
 
 async def test_a_lost_kvp_worker_costs_its_requests_alone() -> None:

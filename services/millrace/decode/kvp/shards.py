@@ -38,11 +38,12 @@ MOST_KVP_WORKERS = 32
 
 @dataclass(slots=True, eq=False)
 class _Spread:
-    """The shards of one request at KVP workers. `landed`: the shards whose KV of the prompt has
-    landed, by their number in the request."""
+    """The shards of one request at KVP workers, which are named. `landed`: the shards whose KV of
+    the prompt has landed, by their number in the request."""
 
     request: DecodeRequest
     sent_tokens: int
+    workers: frozenset[str]
     landed: dict[int, RemoteShard] = field(default_factory=dict)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -114,7 +115,9 @@ class SpreadRequests:
         """Opens `shards`, those of KVP workers, all at once. Prefill instances send the KV of the
         first `sent_tokens` tokens to them; passes of this instance send the rest."""
         request.num_shards = len(shards)
-        spread = self._spread[request.id] = _Spread(request, sent_tokens)
+        spread = self._spread[request.id] = _Spread(
+            request, sent_tokens, frozenset(str(shard.worker.incarnation) for shard in shards)
+        )
         spread.tasks = [
             asyncio.create_task(self._keep(spread, index, shard))
             for index, shard in enumerate(shards)
@@ -209,7 +212,10 @@ class SpreadRequests:
             self._on_lost(spread.request, why)
 
     def _worker_lost(self, worker: str, why: str) -> None:
-        """Fails the requests with a shard at a KVP worker that a pass or the transport lost."""
+        """Fails the requests with a shard at a KVP worker that a pass or the transport lost, landed
+        or not: the exchange with this worker begins again once all of them have left.
+        """
+        self._workers.lose(worker, why)
         for spread in list(self._spread.values()):
-            if any(shard.worker == worker for shard in spread.landed.values()):
+            if worker in spread.workers:
                 self._lose(spread, why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace.concurrency import cancel
 from millrace.core.errors import CapacityError, TransferError
@@ -18,10 +18,13 @@ from millrace.wire.clients.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
 
 @dataclass(slots=True, eq=False)
 class _KvpWorker:
-    """A KVP worker. `opened` is done with "" when it is attached, else with the reason why not."""
+    """A KVP worker. `opened` is done with "" when it is attached, else with the reason why not;
+    `left` when it has no user any more.
+    """
 
     opened: asyncio.Future[str]
     task: asyncio.Task[None]
+    left: asyncio.Event = field(default_factory=asyncio.Event)
     users: int = 0
     lost: str = ""
 
@@ -54,9 +57,13 @@ class KvpWorkers:
 
     @asynccontextmanager
     async def attached(self, incarnation: Incarnation, address: str) -> AsyncIterator[GrpcKvpPeer]:
-        """Attaches the KVP worker; passes may send rows to it meanwhile. Raises TransferError."""
+        """Attaches the KVP worker; passes may send rows to it meanwhile. Raises TransferError.
+
+        Attaches a lost one again after its other users have left.
+        """
         peer = self._peers.to(address)
-        worker = self._workers.get(incarnation)
+        while (worker := self._workers.get(incarnation)) is not None and worker.lost:
+            await worker.left.wait()
         if worker is None:
             opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             task = asyncio.create_task(self._stay(incarnation, peer, opened))
@@ -70,7 +77,16 @@ class KvpWorkers:
             worker.users -= 1
             if not worker.users:
                 del self._workers[incarnation]
+                worker.left.set()
                 worker.task.cancel()
+
+    def lose(self, worker: str, why: str) -> None:
+        """Notes that the exchange has lost a KVP worker: it has no new users until it is attached
+        again.
+        """
+        for incarnation, one in self._workers.items():
+            if str(incarnation) == worker:
+                one.lost = one.lost or why
 
     async def close(self) -> None:
         """Detaches all KVP workers, used or not."""
