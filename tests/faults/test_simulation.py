@@ -25,8 +25,11 @@ from millrace.core.request_spec import RequestSpec
 from millrace.core.scheduler.fleet.instances import Instance
 from millrace.core.scheduler.request_table import RequestTable
 from millrace.decode.memory import prefix as decode_prefix
+from millrace.decode.memory.preemption import Preemption
+from millrace.decode.memory.swapping import Preempted
 from millrace.decode.request import DecodeRequest
 from millrace.engine.execution_pool import ExecutionPool
+from millrace.engine.kv.host_swap import KvSwap
 from millrace.engine.kv.prefix_cache import PrefixCache
 from millrace.prefill import prefix as prefill_prefix
 from millrace.proxy.errors import ApiError
@@ -38,7 +41,7 @@ from millrace.scheduler.succession import Succession
 from millrace.transfer.push.receive.manager import ReceiveManager
 from millrace.transfer.ring.flow import RingFlow
 from support.fleet_sim import model, tokens
-from support.fleet_sim.runs import Run, parse, replay, run, shrink
+from support.fleet_sim.runs import Run, Setting, parse, replay, run, shrink
 
 RUNS, SHARDS = 100_000, 100
 SERVICE_RUNS = 20_000
@@ -59,7 +62,7 @@ def quick() -> Iterator[None]:
         gc.unfreeze()
 
 
-def first_failure(seeds: range, *, services: bool = False) -> Run | None:
+def first_failure(seeds: Iterable[int], *, services: bool = False) -> Run | None:
     with quick():
         runs = (run(seed, services=services) for seed in seeds)
         return next((found for found in runs if found.failure is not None), None)
@@ -225,6 +228,23 @@ def test_a_prompt_that_its_batch_forgets_is_found_soon() -> None:
     take = ExecutionPool.take
     with patch.object(ExecutionPool, "take", lambda pool, *asked: take(pool, *asked)[:1]):
         assert first_failure(range(60), services=True) is not None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "defect"),
+    [
+        (Preempted, "move_in", lambda preempted: None),  # it goes on with the pages that it had
+        (KvSwap, "swap_in", lambda swap, slots, pages: None),
+        (Preemption, "let_go", lambda preemption, request: True),  # and its host memory stays
+    ],
+)
+def test_a_defect_of_growing_answers_is_found_soon(
+    owner: object, name: str, defect: Callable[..., object]
+) -> None:
+    drawn = ((seed, Setting.drawn(seed, services=True)) for seed in range(600))
+    seeds = [seed for seed, setting in drawn if setting.memory == "swap"]
+    with patch.object(owner, name, defect):
+        assert first_failure(seeds, services=True) is not None
 
 
 def test_a_write_to_a_free_page_is_found_soon() -> None:

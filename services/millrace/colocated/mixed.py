@@ -96,8 +96,8 @@ class MixedRole(TokenRole):
         return replace(self.registration(base, step), adaptive_chunks=is_adaptive)
 
     def counts(self) -> tuple[int, int]:
-        running = self._table.counts()[0] + self._prompts.begun
-        return running, len(self._table) - running
+        running = self.table.counts()[0] + self._prompts.begun
+        return running, len(self.table) - running
 
     def on_command(self, command: Command) -> None:
         match command:
@@ -124,7 +124,7 @@ class MixedRole(TokenRole):
 
     async def _iterate_forever(self) -> None:
         loop = asyncio.get_running_loop()
-        wake, last = self._table.wake, Iteration()
+        wake, last = self.table.wake, Iteration()
         while True:
             self._let_out()
             self._admissions.let_in(self._compute.batch)
@@ -157,7 +157,7 @@ class MixedRole(TokenRole):
         """Returns the tightest pace of the running requests that they could keep alone; infinite
         without any.
         """
-        paced = [r for r in self._table if r.joined and r.open_choices and r.pace_s < inf]
+        paced = [r for r in self.table if r.joined and r.open_choices and r.pace_s < inf]
         return min((r.pace_s for r in paced if self._packer.alone_s(r) <= r.pace_s), default=inf)
 
     def _take(self, plan: Plan, iteration: Iteration) -> None:
@@ -173,11 +173,11 @@ class MixedRole(TokenRole):
             self._admissions.keep_prefix(request)
 
     def _let_out(self) -> None:
-        for request in self._table.leaving:
+        for request in self.table.leaving:
             self._prompts.drop(request.id)
             self._compute.batch.remove(request.id)
             self._admissions.release(request)
-        self._table.leaving.clear()
+        self.table.leaving.clear()
 
     def check_integrity(self) -> None:
         super().check_integrity()

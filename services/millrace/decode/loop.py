@@ -72,7 +72,7 @@ class DecodeRole(TokenRole):
 
     async def _step_forever(self) -> None:
         loop = asyncio.get_running_loop()
-        batch, wake = self._running.batch, self._table.wake
+        batch, wake = self._running.batch, self.table.wake
         emitted: Many[TokenOut] = ()
         while True:
             self._running.apply_changes()

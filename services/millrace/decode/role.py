@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class TokenRole:
     """Holds requests until their last token, and shards of other instances' requests.
 
-    `_table` has every request that the instance holds. A subclass computes: it has a `name`, and
+    `table` has every request that the instance holds. A subclass computes: it has a `name`, and
     adds to `run`, `check_integrity` and `close`.
     """
 
@@ -52,9 +52,9 @@ class TokenRole:
         self.prefix_cache = prefix_cache
         self._context = context
         self._pool = context.engine.pool
-        self._table = table
+        self.table = table
         self._output = output
-        self._hosted = hosted
+        self.hosted = hosted
         self._receiver = receiver
         self._spread = spread
         self._tasks = tasks
@@ -93,7 +93,7 @@ class TokenRole:
 
     def counts(self) -> tuple[int, int]:
         """Returns the numbers of running and of waiting requests."""
-        return self._table.counts()
+        return self.table.counts()
 
     def heartbeat(self) -> Heartbeat:
         (running, waiting), tbt_s = self.counts(), self._pace.take_s()
@@ -109,7 +109,7 @@ class TokenRole:
 
     def cancel(self, request_id: str) -> None:
         """Ends a request, or a shard of another instance's request."""
-        if (request := self._table.get(request_id)) is not None:
+        if (request := self.table.get(request_id)) is not None:
             self._output.cancel(request)
         else:
             self._host.forget(request_id)
@@ -125,12 +125,12 @@ class TokenRole:
         await self._tasks.watch()
 
     async def wait_idle(self) -> None:
-        while len(self._table) or len(self._hosted):
-            await asyncio.gather(self._table.wait_idle(), self._hosted.wait_idle())
+        while len(self.table) or len(self.hosted):
+            await asyncio.gather(self.table.wait_idle(), self.hosted.wait_idle())
 
     async def drop_all(self, reason: str) -> None:
-        log.info("dropping %d requests: %s", len(self._table), reason)
-        for request in self._table:
+        log.info("dropping %d requests: %s", len(self.table), reason)
+        for request in self.table:
             self._output.move(request)
         self._host.lose_all(reason)
         await self.wait_idle()

@@ -9,7 +9,7 @@ lost a block before: then the real model computes with what is there, and what i
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,14 +25,24 @@ from millrace.core.kv.sp_layout import PAD
 from millrace.core.request_spec import RequestSpec
 from millrace.core.token_events import FirstToken
 from millrace.engine.attention.ring import KvBlock, RingTask
+from millrace.engine.forward.mixed_pass import DecodeRows
 from millrace.engine.forward.passes import Boundary
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.kv.prefix_cache import PrefixCache
+from millrace.engine.sampling.sampler import Sampled
+from millrace.engine.sampling.spec import PromptIds, SamplingRow, SamplingSpec
 from millrace.transfer.transport.regions import Memory
 from millrace.transfer.transport.runs import Runs
 from support.fleet_sim.fibers import boundary
-from support.fleet_sim.tokens import ANSWERED_TOKENS, answer_of, lineage, prompt_of, token_of
+from support.fleet_sim.tokens import (
+    ANSWERED_TOKENS,
+    answer_of,
+    lineage,
+    number_of,
+    prompt_of,
+    token_of,
+)
 
 LAYERS = 2
 PAGE_TOKENS, BLOCK_TOKENS = 16, 32
@@ -65,6 +75,7 @@ class Prompts:
 
     own_tokens: dict[str, int] = field(default_factory=dict)  # by the client's name
     texts: dict[str, Text] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)  # by the client's number
     #: The first K/V that was another one than the prompt's. A service may survive that error.
     wrong: str = ""
 
@@ -74,6 +85,7 @@ class Prompts:
         assert known == own, f"{spec.request_id} has {own} tokens of its own, not {known}"
         if name not in self.texts:
             self.texts[name] = Text(name, own)
+            self.names[number_of(name)] = name
 
     def kv(self, name: str, positions: Ints, layer: int) -> npt.NDArray[np.int32]:
         """Returns the right K/V."""
@@ -87,6 +99,16 @@ class Prompts:
 
 def kv_of(kv: Ints, layer: int) -> npt.NDArray[np.int32]:
     return (((kv >> 20) ^ kv) * LAYERS + layer).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """The rows of a step of decode. `spread`: those that a KVP worker has a part of."""
+
+    token_ids: list[int]
+    positions: list[int]
+    pages: list[list[int]]
+    spread: frozenset[int]
 
 
 class SimModel:
@@ -112,7 +134,8 @@ class SimModel:
         self.firsts: dict[str, int] = {}  # the first token after each prompt
         self.in_flight = self.processes = None
         self.remote: Any = None  # set by the owner of spread requests
-        self.states = SimpleNamespace(prefills=SimpleNamespace(graph=0, eager={}))
+        eager = SimpleNamespace(graph=0, eager={})
+        self.states = SimpleNamespace(prefills=eager, steps=eager)
 
     def engine(self) -> Any:
         """Returns what the roles take as their engine."""
@@ -122,7 +145,8 @@ class SimModel:
             layout=self.layout,
             device=torch.device("cpu"),
             runner=self,
-            grammars=SimpleNamespace(begin=lambda sampling: None),
+            grammars=SimpleNamespace(begin=lambda sampling: None, model=self),
+            swap=None,
             shape=SimpleNamespace(
                 num_heads=1, num_kv_heads=1, head_dim=1, sliding_windows=(None,) * LAYERS
             ),
@@ -175,6 +199,30 @@ class SimModel:
                 assert held, f"a write reaches page {page % self.layout.num_pages}, which is free"
 
     # ---- a step of decode
+
+    def follow(self, page_table: object) -> None:
+        """Reads the table of each step."""
+
+    def decode(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, lengths: object
+    ) -> DecodeStep:
+        """Returns the rows in the place of logits: who samples knows their requests."""
+        return DecodeStep(token_ids.tolist(), positions.tolist(), table.tolist(), frozenset())
+
+    def mixed(self, rows: DecodeRows, table: torch.Tensor, tasks: Sequence[object]) -> DecodeStep:
+        """As `decode`; rows whose K/V lies with a KVP worker, too, are not compared."""
+        assert not tasks
+        spread = frozenset(rows.shards)
+        return replace(self.decode(rows.token_ids, rows.positions, table, None), spread=spread)
+
+    def next_token(self, number: int, passed: DecodeStep, slot: int) -> int:
+        """Computes a row of request `number`, and returns its next token."""
+        name, position = self._prompts.names[number], passed.positions[slot]
+        text = self._prompts.texts[name]
+        assert text.ids[position] == passed.token_ids[slot], f"{name}: a step has another token"
+        if slot not in passed.spread:
+            self.step(name, passed.pages[slot], position)
+        return token_of(name, position + 1 - self._prompts.own_tokens[name])
 
     def step(self, request_id: str, pages: Sequence[int], position: int) -> None:
         """Writes the K/V of the token at `position`, and reads that of all before it."""
@@ -300,6 +348,23 @@ class SimShards:
 
     def layer(self, slot: int, piece: int, layer: int) -> Sequence[int]:
         raise AssertionError("no pass asks a shard in the simulation")
+
+
+class SimSampler:
+    """In the place of `Sampler`: each row's token is the next one of its request's answer. A
+    request's number is the seed that its client gave.
+    """
+
+    def __init__(self, grammars: Any) -> None:
+        self._model: SimModel = grammars.model
+
+    def row(self, spec: SamplingSpec, choice: int, prompt_ids: PromptIds) -> SamplingRow:
+        return SamplingRow.first(spec, choice, prompt_ids)
+
+    def sample(self, passed: DecodeStep, rows: Sequence[SamplingRow]) -> Sampled:
+        seeds = enumerate(row.spec.seed for row in rows)
+        ids = [self._model.next_token(seed, passed, slot) for slot, seed in seeds]
+        return Sampled(token_ids=ids, logprobs=[None] * len(ids))
 
 
 def sample_first(sampler: object, spec: object, ids: object, logits: int) -> tuple[FirstToken, ...]:

@@ -23,7 +23,7 @@ from support.fleet_sim.network import Network
 from support.fleet_sim.processes import NOTHING, Process, VirtualLoop
 from support.fleet_sim.store import Store, StoreLink
 from support.fleet_sim.streams import ASKS_AGAIN_S, ProxyStreams
-from support.fleet_sim.tokens import blocks_of, prompt_of, slo_of, token_of
+from support.fleet_sim.tokens import blocks_of, number_of, prompt_of, slo_of, token_of
 
 SCHEDULERS = "s0:1,s1:1"
 
@@ -175,7 +175,7 @@ class ProxyNode:
             request_id=client.name,
             proxy=self.incarnation,
             prompt_tokens=client.prompt_tokens,
-            sampling=SamplingParams(max_tokens=client.max_tokens),
+            sampling=SamplingParams(max_tokens=client.max_tokens, seed=number_of(client.name)),
             arrival_unix_s=self._loop.unix_s(),
             slo=self._slo,
             prefix_hashes=tuple(blocks.hashes),

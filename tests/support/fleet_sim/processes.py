@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -178,7 +179,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor, func, *args):
-        """Runs work for another thread at once."""
+        """Runs work for another thread at once, unless the executor has threads of its own."""
+        if executor is not None:
+            return executor.submit(self, partial(func, *args))
         done = self.create_future()
         done.set_result(func(*args))
         return done

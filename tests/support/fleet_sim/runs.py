@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from millrace.core.config import Config
-from support.fleet_sim.model import BLOCK_TOKENS
+from support.fleet_sim.model import BLOCK_TOKENS, PAGE_TOKENS
 from support.fleet_sim.processes import virtual_time
 from support.fleet_sim.tokens import ASKED_TOKENS, FAMILY
 from support.fleet_sim.views import agree, take_over
@@ -40,6 +40,8 @@ SERVICE_FLEETS = (
 )
 #: Of families: the pools of some are small, so that cached blocks are evicted.
 ALL_SERVICE_FLEETS = (*SERVICE_FLEETS, "q5 e5 x0", "q5 q6 e5 x0", "q5 q6 e5 e6 x0", "q5 e5 x0 x1")
+#: Of answers that grow: the pools of decode are small.
+GROWING_FLEETS = ("q0 e7 x0", "q0 q1 e7 x0", "q0 e7 e8 x0", "q0 q1 e7 e8 x0 x1")
 PLANNERS = ("cdsp", "single_chunk", "least_queue")
 POLICIES = ("fcfs", "s_edf", "millrace")
 ROOMS = ("wide", "wide", "patient", "narrow")
@@ -72,6 +74,13 @@ MOST_KV_TOKENS, SPREAD_PROMPTS = 320, (20, 100, 400, 600, 850)
 #: The chance of short prompts that are computed together, in one pass or in several; and of these
 #: the least that is no batch any more, prompts and the most requests.
 BATCHES, BATCH_TOKENS, BATCHED_PROMPTS, MOST_BATCHED = 0.25, 350, (20, 50, 100, 200), 12
+#: The chance that answers grow: when memory runs out, an answer moves, or goes to host memory of so
+#: many pages. Prompts, answers, and the most requests.
+GROWS, SWAP_PAGES, PAGE_BYTES = 0.2, 8, 256
+#: Their faults come when memory is short, and more clients leave.
+GROWING_ACTIONS = 200
+GROWING_FAULTS = (*SERVICE_FAULTS, *["leave"] * 6)
+GROWING_PROMPTS, GROWING_ANSWERS, MOST_GROWING = (10, 20, 60, 100), (4, 25, 40, 56), 8
 KIND_CHARACTERS = 30  # of a failure's text
 #: Prompts and answers of requests that begin alike, and the chance that the first one is answered
 #: before all others are asked.
@@ -92,6 +101,8 @@ class Setting:
     #: "narrow": most requests are refused, and come again. "patient": a leader waits for all peers.
     room: str = "wide"
     batches: bool = False  # many short prompts come at about the same time
+    #: "grow": answers get pages as they grow. "swap": the same, and some memory of the host.
+    memory: str = "whole"
 
     @property
     def serves(self) -> bool:
@@ -113,12 +124,19 @@ class Setting:
         """The kinds of faults, each as often as it is drawn."""
         if self.batches:
             return BATCH_FAULTS
+        if self.grows:
+            return GROWING_FAULTS
         return SERVICE_FAULTS if self.serves else FAULTS
+
+    @property
+    def grows(self) -> bool:
+        """Whether answers get their pages one by one."""
+        return self.memory != "whole"
 
     @staticmethod
     def drawn(seed: int, *, services: bool) -> Setting:
         rng = random.Random(seed)
-        return Setting(
+        drawn = Setting(
             members=rng.choice(ALL_SERVICE_FLEETS if services else FLEETS),
             planner=rng.choice(PLANNERS),
             policy=rng.choice(POLICIES),
@@ -126,10 +144,15 @@ class Setting:
             room=rng.choice(ROOMS),
             batches=services and rng.random() < BATCHES,
         )
+        if not services or drawn.batches or rng.random() > GROWS:
+            return drawn
+        memory = rng.choice(["grow", "swap"])
+        return replace(drawn, members=rng.choice(GROWING_FLEETS), memory=memory)
 
     def __str__(self) -> str:
         parts = [self.members, self.planner, self.policy, str(self.pauses), self.room]
-        return f"fleet {'; '.join(parts + ['batches'] * self.batches)}"
+        parts += ["batches"] * self.batches + [self.memory] * self.grows
+        return f"fleet {'; '.join(parts)}"
 
 
 @dataclass
@@ -155,6 +178,7 @@ def parse(transcript: str) -> tuple[Setting, list[str]]:
     members, planner, policy, pauses, *room = first.removeprefix("fleet ").split("; ")
     setting = Setting(members=members, planner=planner, policy=policy, pauses=int(pauses))
     words = {"room": room[0]} if room else {}
+    words |= {"memory": room[-1]} if room and room[-1] in ("grow", "swap") else {}
     return replace(setting, **words, batches="batches" in room), actions
 
 
@@ -170,6 +194,7 @@ def config_of(setting: Setting) -> Config:
                 max_suspended=2,
                 max_batch=8,
                 prefix_block_tokens=BLOCK_TOKENS,
+                swap_bytes=SWAP_PAGES * PAGE_BYTES if setting.memory == "swap" else 0,
             ),
             transfer=replace(
                 config.transfer, handshake_timeout_s=8.0, transfer_timeout_s=20.0, lease_s=20.0
@@ -178,6 +203,8 @@ def config_of(setting: Setting) -> Config:
                 config.scheduler,
                 batch_tokens=BATCH_TOKENS if setting.batches else 0,
                 max_kv_tokens_per_worker=MOST_KV_TOKENS if setting.spreads else 0,
+                decode_reserve="grow" if setting.grows else "whole",
+                decode_headroom_tokens=PAGE_TOKENS,
             ),
         )
     if room == "narrow":
@@ -242,13 +269,14 @@ def _draw(world: World, rng: random.Random, actions: list[str], setting: Setting
     """Performs random actions."""
     asked = _asked(rng, setting)
     faults = rng.choice(FAULTS_OF_BATCHES if setting.batches else FAULTS_OF_A_RUN)
-    kinds = {rng.randrange(ACTIONS): "fault" for _ in range(faults)}
+    first, end = (ACTIONS // 2, GROWING_ACTIONS) if setting.grows else (0, ACTIONS)
+    kinds = {rng.randrange(first, end): "fault" for _ in range(faults + 2 * setting.grows)}
     last = ACTIONS // 2 if len(asked) < 4 else ACTIONS
     last = 2 * len(asked) if setting.batches else last
     kinds |= {0: "submit"} | {rng.randrange(last): "submit" for _ in asked[1:]}
     if asked[0].startswith(f"r{FAMILY}"):
         kinds |= {1: "settle"} if rng.random() < SETTLES else {}
-    for number in range(ACTIONS):
+    for number in range(end):
         match kinds.get(number):
             case "submit":
                 verb = rng.choice(["submit", "stream"])
@@ -259,7 +287,7 @@ def _draw(world: World, rng: random.Random, actions: list[str], setting: Setting
             case "fault":
                 action = _fault(world, rng, setting.faults)
             case _:
-                action = _step(world, rng, BATCH_STRETCH if setting.batches else AT_A_STRETCH)
+                action = _step(world, rng, setting)
         _note_and_perform(world, actions, action)
 
 
@@ -270,6 +298,11 @@ def _asked(rng: random.Random, setting: Setting) -> list[str]:
     if setting.batches:
         found = range(rng.randint(4, MOST_BATCHED))
         return [f"r{n} {rng.choice(BATCHED_PROMPTS)} {rng.randint(1, 6)}" for n in found]
+    if setting.grows:
+        first = rng.choice([0, FAMILY])
+        found = range(first, first + rng.randint(4, MOST_GROWING))
+        sizes = [(rng.choice(GROWING_PROMPTS), rng.choice(GROWING_ANSWERS)) for _ in found]
+        return [f"r{n} {prompt} {new}" for n, (prompt, new) in zip(found, sizes, strict=True)]
     most = MOST_REQUESTS[setting.room]
     if not setting.serves or not (setting.is_tight or rng.random() < 0.5):
         sizes = _prompts(setting)
@@ -305,7 +338,7 @@ def _perform(world: World, action: str) -> bool:
     return world.perform(action)
 
 
-def _step(world: World, rng: random.Random, stretch: float) -> str:
+def _step(world: World, rng: random.Random, setting: Setting) -> str:
     chance = rng.random()
     if chance > 1 - AGREES:
         return "agree"
@@ -315,7 +348,9 @@ def _step(world: World, rng: random.Random, stretch: float) -> str:
     if not work or chance > 1 - AGREES - WAITS:
         return f"time {rng.choice([0.05, 0.2, 0.5] if work else [0.1, 0.3, 1.0])}"
     action = rng.choice(work)
-    return at_a_stretch(action) if rng.random() < stretch else action
+    if rng.random() > (BATCH_STRETCH if setting.batches else AT_A_STRETCH):
+        return action
+    return at_a_stretch(action.replace("step ", "steps ", 1) if setting.grows else action)
 
 
 def _prompts(setting: Setting) -> Sequence[int]:

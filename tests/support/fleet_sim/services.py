@@ -14,35 +14,34 @@ from millrace.core.config import Config
 from millrace.core.cost.latency import SpLatency
 from millrace.core.errors import IntegrityError
 from millrace.core.incarnation import Incarnation
-from millrace.core.request_spec import finish_reason
 from millrace.core.scheduler import commands, reports
-from millrace.decode.admissions import Admissions
-from millrace.decode.metrics import DecodeMetrics
-from millrace.decode.output.output import Output
-from millrace.decode.request import DecodeEvent, DecodeRequest, DecodeState
+from millrace.decode.loop import DecodeRole
 from millrace.decode.request_table import RequestTable
-from millrace.decode.role import TokenRole
-from millrace.engine.decode_batch import TokenOut
 from millrace.instance.link import WorkerLink
 from millrace.instance.role import WorkerContext
 from millrace.instance.shards.shard_table import ShardTable
-from millrace.instance.tasks import Tasks
 from millrace.instance.transfer.transports import transport_name
 from millrace.kvp.role import KvpRole
 from millrace.prefill.loop import PrefillRole
 from millrace.state.leader import LeaderWatch
 from support.fleet_sim import model as models
-from support.fleet_sim.fibers import FiberCondition, FiberQueue, FiberThread, next_of
+from support.fleet_sim.fibers import (
+    FiberCondition,
+    FiberExecutor,
+    FiberQueue,
+    FiberThread,
+    next_of,
+)
 from support.fleet_sim.kv_network import SimTransport
 from support.fleet_sim.model import OPERATORS, PAGE_TOKENS, Prompts, SimModel, SimShards
 from support.fleet_sim.network import Network
 from support.fleet_sim.nodes import SCHEDULERS
 from support.fleet_sim.processes import NOTHING, Process, VirtualLoop
 from support.fleet_sim.store import Store, StoreLink
-from support.fleet_sim.tokens import lineage, token_of
 
-#: Operators that one `run` of a thread takes at most.
+#: Operators or steps that one `run`, or `steps`, of a thread takes at most.
 MOST_TURNS = 12
+AT_ONCE = {"run": "turn", "steps": "step"}
 
 _THREADS = SimpleNamespace(
     Condition=FiberCondition, Thread=FiberThread, Lock=threading.Lock, Event=threading.Event
@@ -56,6 +55,9 @@ STAND_INS: dict[str, Any] = {
     "millrace.transfer.kvp.server.SimpleQueue": FiberQueue,
     "millrace.transfer.kvp.server.next_of": next_of,
     "millrace.instance.shards.shard_host.ShardAttention": SimShards,
+    "millrace.decode.loop.ThreadPoolExecutor": FiberExecutor,
+    "millrace.decode.memory.swapping.ThreadPoolExecutor": FiberExecutor,
+    "millrace.decode.running.Sampler": models.SimSampler,
     "millrace.prefill.compute.context.sample_first": models.sample_first,
     "millrace.prefill.compute.ring_chunk.operator_names": lambda shape: OPERATORS,
     "millrace.transfer.push.send.manager.TICK_S": 0.5,
@@ -73,74 +75,6 @@ class ServiceCard:
     pages: int
     latency: SpLatency | None = None
     node: str = "n"
-
-
-class SimDecodeRole(TokenRole):
-    """The role of a decode instance, with a batch that stands in: a step is an action."""
-
-    name = "decode"
-
-    def __init__(self, context: WorkerContext, model: SimModel) -> None:
-        tasks, self.table, self.hosted = Tasks(), RequestTable(), ShardTable()
-        metrics = DecodeMetrics(context.registry)
-        self._model = model
-        self._out = Output(context, self.table, metrics)
-        self._admissions = Admissions(context, self.table, self._out, metrics, tasks, self.hosted)
-        super().__init__(
-            context,
-            table=self.table,
-            output=self._out,
-            hosted=self.hosted,
-            receiver=self._admissions.receiver,
-            spread=self._admissions.spread,
-            prefix_cache=self._admissions.prefixes.cache,
-            tasks=tasks,
-        )
-
-    def complete_registration(self, base: reports.Registration) -> reports.Registration:
-        return self.registration(base, None)
-
-    def on_command(self, command: commands.Command) -> None:
-        match command:
-            case commands.AdmitDecode():
-                self._admissions.admit(command)
-            case commands.Cancel(request_id=request_id):
-                self.cancel(request_id)
-
-    @property
-    def has_step(self) -> bool:
-        return bool(self.table.leaving or self.table.joining or self._running())
-
-    def _running(self) -> list[DecodeRequest]:
-        return [one for one in self.table if one.state is DecodeState.RUNNING]
-
-    def step(self) -> None:
-        """Lets ended requests go, then new ones in, and gives every running one a token."""
-        leaving, self.table.leaving = self.table.leaving, []
-        for request in leaving:
-            self._admissions.release(request)
-        while self.table.joining:
-            request = self.table.joining.popleft()
-            if not request.ended:
-                self._join(request)
-        running = self._running()
-        self._out.step_tokens([self._next(one) for one in running], len(running))
-
-    def _join(self, request: DecodeRequest) -> None:
-        end = min([request.prompt_tokens, *(one.start_token for one in request.shards)])
-        self._model.check(request.id, request.pages.of_choice(0), 0, end)
-        request.advance(DecodeEvent.JOINED)
-        self._admissions.prefixes.joined(request)
-        self._context.send(reports.DecodeStarted(request_id=request.id))
-
-    def _next(self, request: DecodeRequest) -> TokenOut:
-        last = request.prompt_tokens + request.generated_tokens - 1
-        if all(last < one.start_token for one in request.shards):
-            self._model.step(request.id, request.pages.of_choice(0), last)
-        position = request.spec.resumed_tokens + request.generated_tokens
-        token = token_of(lineage(request.id), position)
-        reason = finish_reason(request.sampling, request.generated_tokens + 1, token, ())
-        return TokenOut(request.id, 0, token, finish_reason=reason)
 
 
 class Handlers:
@@ -205,7 +139,7 @@ class ServiceInstance:
             case "prefill":
                 self.role = PrefillRole(context)
             case "decode":
-                self.role = SimDecodeRole(context, self._model)
+                self.role = DecodeRole(context)
                 self.table, self.hosted = self.role.table, self.role.hosted
             case "kvp":
                 self.role = KvpRole(context, engine)
@@ -261,38 +195,33 @@ class ServiceInstance:
     # ---- what may happen here
 
     def work(self) -> Iterator[str]:
-        if any(one.is_ready and not one.is_over for one in self.process.fibers):
-            yield "turn"
-        if self.card.role == "decode" and not self.process.is_late and self.role.has_step:
-            yield "step"
+        yield from {one.verb: None for one in self.process.fibers if one.is_at_work}
 
     def do(self, verb: str) -> bool:
-        """Does a piece of work: `turn` is one operator, `run` some."""
+        """Does a piece of work: `turn` is an operator, `step` a step of decode; `run` and `steps`
+        are some.
+        """
         if self.process.has_lost or self.process.paused:
             return False
-        match verb:
-            case "turn":
-                return self._turn()
-            case "run":
-                return self._turn() and self._turns(MOST_TURNS)
-            case "step" if self.card.role == "decode" and self.role.has_step:
-                self.process.call(self.role.step)
-                return True
-        return False
+        single = AT_ONCE.get(verb, verb)
+        if not self._turn(single):
+            return False
+        if verb in AT_ONCE:
+            self._turns(single, MOST_TURNS)
+        return True
 
-    def _turn(self) -> bool:
+    def _turn(self, verb: str) -> bool:
         for fiber in self.process.fibers:
-            if fiber.is_ready and not fiber.is_over:
+            if fiber.verb == verb and fiber.is_at_work:
                 fiber.go_on()
                 return True
         return False
 
-    def _turns(self, most: int) -> bool:
-        while most and self._turn():
+    def _turns(self, verb: str, most: int) -> None:
+        while most and self._turn(verb):
             most -= 1
             if not self.process.is_late:
                 self._loop.run_ready()
-        return True
 
     def lose_sender(self, dead: Incarnation) -> None:
         """Learns of it as the services do."""

@@ -33,7 +33,7 @@ from millrace.proxy.tenancy.limiter import Limiter
 from millrace.proxy.tracing.handed_on import StreamWaterfalls
 from support.fleet_sim.processes import NOTHING, Process, VirtualLoop
 from support.fleet_sim.store import Store, StoreLink
-from support.fleet_sim.tokens import VOCAB, blocks_of, prompt_of, slo_of, token_of
+from support.fleet_sim.tokens import VOCAB, blocks_of, number_of, prompt_of, slo_of, token_of
 
 GRACE_S = 5.0  # a stream goes on so long without a client
 ASKS_AGAIN_S = 0.3  # after a refusal, or after its connection has broken
@@ -134,6 +134,7 @@ class StreamClient:
             "prompt": "-",
             "stream": True,
             "max_tokens": self.max_tokens,
+            "seed": number_of(self.name),
             "ignore_eos": True,
             "return_token_ids": True,
         }

@@ -4,6 +4,7 @@ flight: each must hold what the others believe.
 
 from __future__ import annotations
 
+from millrace.core.request import RequestState
 from millrace.core.scheduler.machine import Machine
 from millrace.proxy.generation.stage import Stage
 from support.fleet_sim.nodes import SchedulerNode
@@ -66,10 +67,13 @@ def take_over(world: World, victim: str) -> bool:
 
 def _placed(world: World, machine: Machine) -> dict[str, tuple[str, int]]:
     """The instance and the attempt of each request that was sent to prefill, that decode holds, and
-    that its proxy wants.
+    that its proxy wants there: not one whose first token was lost with its stream.
     """
     wanted = {
-        one.spec.request_id for name in world.proxies for one in world.proxy(name).gateway.requests
+        one.spec.request_id
+        for name in world.proxies
+        for one in world.proxy(name).gateway.requests
+        if one.stage is not Stage.UNPLACED
     }
     found = {}
     for name, one in world.fleet.items():
@@ -125,11 +129,13 @@ def _check_proxies(world: World, machine: Machine) -> None:
     instances = world.fleet.values()
     whole = {its.id for one in instances for its in one.table if its.ended and its.finish_reason}
     done = {one.name for one in world.clients.values() if one.done}
-    # Open: the tokens of an attempt may end an answer when its next attempt was placed already.
+    # The tokens of an attempt may end an answer when the scheduler has taken the request back. The
+    # proxy refuses its next place. Open: it may have been placed already.
     whole |= {
         name
         for name, live in machine.requests.items()
-        if live.attempt > 1 and lineage(name).replace("cmpl-", "r") in done
+        if (live.attempt > 1 or live.state is RequestState.QUEUED)
+        and lineage(name).replace("cmpl-", "r") in done
     }
     for name in machine.requests:
         assert name in wanted or name in whole, (

@@ -39,6 +39,7 @@ CARDS: dict[str, Card | ServiceCard] = {
         *(ServiceCard(name=f"k{i}", role="kvp", pages=40) for i in range(2)),
         *(ServiceCard(name=f"q{i}", role="prefill", pages=52, latency=SP3) for i in range(5, 7)),
         *(ServiceCard(name=f"e{i}", role="decode", pages=44) for i in range(5, 7)),
+        *(ServiceCard(name=f"e{i}", role="decode", pages=12) for i in range(7, 9)),
         Card(name="p0", role="prefill", pages=100, latency=SP, node="n"),
         Card(name="p1", role="prefill", pages=100, latency=SP, node="n"),
         Card(name="d0", role="decode", pages=60),
@@ -50,7 +51,7 @@ SCHEDULERS = ("s0", "s1")
 ACTION_S = 0.004
 NOTED_S = 0.5  # until a leader's note of its peers is in the store
 #: Kinds of work of the instances.
-WORK = ("compute", "release", "land", "step", "turn", "run")
+WORK = ("compute", "release", "land", "step", "steps", "turn", "run")
 SETTLES_S = 3.0
 MOST_QUIET_S = 90.0  # from the end of all faults until everything has ended
 
