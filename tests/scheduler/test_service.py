@@ -257,6 +257,21 @@ async def test_a_cancel_reaches_both_instances():
         assert (await decode.next("cancel")).cancel.request_id == "r"
 
 
+async def test_a_proxy_cancels_no_request_of_another_one():
+    async with scheduler() as net:
+        await net.worker("p0")
+        await net.worker("d0")
+        first, second = await net.proxy("x"), await net.proxy("y")
+        await first.submit(spec("r"))
+        await first.next("placed")
+        await second.cancel("r")
+        await second.submit(spec("s"))
+        await second.next("placed")  # and the cancel was read before
+        assert await _counts(net, (0, 2, 0))
+        await first.cancel("r")
+        await eventually(lambda: _counts(net, (0, 1, 0)), what="its own proxy's cancel ends it")
+
+
 async def test_every_policy_is_served():
     async with scheduler(quick(policy="edf")) as net:
         prefill = await net.worker("p0")

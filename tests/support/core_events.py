@@ -253,8 +253,11 @@ class Bench:
             )
         )
 
-    def cancel(self, request_id: str, reason: str = "the client left") -> list[effects.Effect]:
-        return self.step(events.CancelRequested(request_id=request_id, reason=reason))
+    def cancel(
+        self, request_id: str, reason: str = "the client left", proxy: str = "x"
+    ) -> list[effects.Effect]:
+        cancel = events.CancelRequested(request_id=request_id, reason=reason, proxy_id=proxy)
+        return self.step(cancel)
 
     def tick(self, seconds: float) -> list[effects.Effect]:
         self.now_s += seconds

@@ -295,7 +295,7 @@ async def _read_proxy(
             case "all_open":
                 loop.post_now(None, AllNamed(proxy))
             case "cancel":
-                await loop.post(proxy_codec.cancelled(message.cancel))
+                await loop.post(proxy_codec.cancelled(message.cancel, proxy_id=proxy.key))
             case "load":
                 proxy.parked_requests = message.load.parked_requests
             case "keep_traces":

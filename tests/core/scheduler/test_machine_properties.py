@@ -439,10 +439,17 @@ class World(RuleBasedStateMachine):
         self.tells_of_its_cache(instance_id, 0, 0, 20, True)
         self.submit(request_id, "x0", prompt_tokens, 5, 1, True)
 
-    @rule(request_id=request_ids, reason=st.sampled_from(["stop", "the client left"]))
-    def cancel(self, request_id: str, reason: str) -> None:
-        self.step(events.CancelRequested(request_id=request_id, reason=reason))
-        assert request_id not in self.states
+    @rule(
+        request_id=request_ids,
+        reason=st.sampled_from(["stop", "the client left"]),
+        proxy_id=st.sampled_from(PROXIES),
+    )
+    def cancel(self, request_id: str, reason: str, proxy_id: str) -> None:
+        known = self.machine.requests.get(request_id)
+        cancel = events.CancelRequested(request_id=request_id, reason=reason, proxy_id=proxy_id)
+        self.step(cancel)
+        stays = known is not None and known.proxy_id != proxy_id
+        assert (request_id in self.states) == stays
 
     @rule(policy=st.sampled_from(sorted(POLICIES)))
     def policy_changes(self, policy: str) -> None:

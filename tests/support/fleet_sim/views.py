@@ -80,8 +80,12 @@ def _placed(world: World, machine: Machine) -> dict[str, tuple[str, int]]:
         for request in one.table:
             if not request.ended and request.id in wanted and not one.process.has_lost:
                 found[request.id] = (name, request.attempt)
-    known = machine.requests
-    return {name: place for name, place in found.items() if name in known and known[name].chunks}
+    sent = {
+        name
+        for name, one in machine.requests.items()
+        if one.chunks or one.state is RequestState.DECODING  # adopted after prefill's death
+    }
+    return {name: place for name, place in found.items() if name in sent}
 
 
 def _settled(world: World) -> Machine | None:

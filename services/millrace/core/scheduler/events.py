@@ -119,10 +119,15 @@ class InstancesForgotten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequested:
-    """The client left, the proxy met a stop string, or a deadline passed."""
+    """The client left, the proxy met a stop string, or a deadline passed.
+
+    `proxy_id`: of the connection that asks. A request of another one stays: a client whom one proxy
+    refused may have sent it to another one.
+    """
 
     request_id: str
     reason: str
+    proxy_id: str = ""  # a proxy need not say it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -381,8 +381,8 @@ class Machine:
 
     def _cancel(self, step: StepContext, event: events.CancelRequested) -> None:
         request = self.requests.get(event.request_id)
-        self._takeover.cancelled(event.request_id)
-        if request is None:
+        self._takeover.cancelled(event.request_id, event.proxy_id)
+        if request is None or request.proxy_id != event.proxy_id:
             self._event_filter.ignored += 1
             return
         # A proxy that met a stop string has the whole answer.

@@ -37,13 +37,18 @@ MAX_BATCH = 256
 # ---- proxy -> scheduler
 
 
-def cancelled(message: scheduler_pb2.CancelRequest) -> events.CancelRequested:
+def cancelled(
+    message: scheduler_pb2.CancelRequest, *, proxy_id: str = ""
+) -> events.CancelRequested:
     return events.CancelRequested(
-        request_id=message.request_id, reason=message.reason or "the client left"
+        request_id=message.request_id,
+        reason=message.reason or "the client left",
+        proxy_id=proxy_id,
     )
 
 
-_CANCEL = derive(events.CancelRequested, scheduler_pb2.CancelRequest)
+_NO_ID: Final = {"proxy_id": ""}
+_CANCEL = derive(events.CancelRequested, scheduler_pb2.CancelRequest, absent=_NO_ID)
 _ITEMS: Final[Oneof[ProxyMessage, scheduler_pb2.ProxyMessage]] = Oneof(
     scheduler_pb2.ProxyMessage,
     {
@@ -97,7 +102,6 @@ _STATE = Codec(
     lambda number: RequestState(_STATES.word.get(number, "queued")),
 )
 _PROMPT = derive(PromptProgress, scheduler_pb2.PromptProgress, state=_STATE)
-_NO_ID = {"proxy_id": ""}
 _UPDATES: Final[Oneof[ProxyUpdate, scheduler_pb2.ProxyUpdate]] = Oneof(
     scheduler_pb2.ProxyUpdate,
     {

@@ -89,13 +89,16 @@ def test_a_paused_leader_that_wakes_changes_nothing():
     world.submit("r", 100)
     rng = random.Random(0)
     run(world, rng, 4)
+    cancel = events.CancelRequested(
+        request_id="r", reason="the client left", proxy_id=f"x#{world.epoch}"
+    )
     world.lose_leader(paused=True)
     world.lead()
     for one in world.instances.values():
         world.connect(one)
     world.connect_proxy()
     world.end_takeover()
-    world.wake(events.CancelRequested(request_id="r", reason="the client left"))
+    world.wake(cancel)
     run(world, rng, 100)
     assert world.stale >= 2  # its cancels
     assert world.clients["r"].done and not world.clients["r"].failures
@@ -154,6 +157,20 @@ def test_kept_tokens_survive_the_loss_of_prefill(attempts, next_attempt):
     (run_prefill,) = of(effects.RunPrefill, found)
     assert run_prefill.chunks[0].start_token == 80
     assert bench.machine.requests["r"].state is RequestState.PREFILLING
+
+
+@pytest.mark.parametrize(("proxy", "left"), [("x", []), ("y", ["r", "s"])])
+def test_a_cancel_is_its_own_proxy_s(proxy: str, left: list[str]) -> None:
+    bench = Bench()
+    bench.step(events.TakeoverBegan())
+    bench.step(instance("p0"))
+    bench.step(instance("d0"))
+    bench.step(events.Reopened(request=request("r").request))
+    bench.submit("s")
+    for name in "rs":
+        bench.cancel(name, proxy=proxy)
+    bench.step(events.TakeoverEnded())
+    assert list(bench.machine.requests) == left
 
 
 def test_caches_that_are_reported_meanwhile_are_known_afterwards():

@@ -79,5 +79,5 @@ def test_forgotten_instances_are_expected_as_long_as_lost_ones() -> None:
 def test_an_earlier_attempt_of_its_own_makes_nothing_too_large() -> None:
     bench = spread_bench()
     bench.step(request("a", 400))
-    bench.step(events.CancelRequested(request_id="a", reason="its proxy's connection was lost"))
+    bench.cancel("a", "its connection was lost")
     assert codes(bench.step(request("a", 400))) == []

@@ -76,17 +76,19 @@ class Takeover:
         self._reopened[event.request.id] = event
         self._new.pop(event.request.id, None)
 
-    def cancelled(self, request_id: str) -> None:
+    def cancelled(self, request_id: str, proxy_id: str) -> None:
         """Forgets a request of a proxy, which does not want it any more."""
-        self._reopened.pop(request_id, None)
-        self._new.pop(request_id, None)
+        for known in (self._reopened, self._new):
+            event = known.get(request_id)
+            if event is not None and event.request.proxy_id == proxy_id:
+                del known[request_id]
 
     def proxy_left(self, proxy_id: str) -> None:
         """Forgets the requests of a proxy's connection."""
         known: list[events.Reopened | events.Submitted] = [*self._reopened.values()]
         for event in [*known, *self._new.values()]:
             if event.request.proxy_id == proxy_id:
-                self.cancelled(event.request.id)
+                self.cancelled(event.request.id, proxy_id)
 
     # ---- its end
 
