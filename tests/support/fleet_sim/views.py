@@ -40,7 +40,7 @@ def take_over(world: World, victim: str) -> bool:
         or any(world.nodes[s].process.has_lost for s in SCHEDULERS)
     ):
         return True  # the messages have come
-    before = _placed(world, machine)
+    before, streams = _placed(world, machine), _tokens_flow(world)
     world.perform(f"kill {leader.name}")
     world.perform(f"start {leader.name}")
     for _ in range(TAKEOVER_ROUNDS):
@@ -57,7 +57,8 @@ def take_over(world: World, victim: str) -> bool:
             break
     else:
         return True
-    waits = world.is_patient and not world.losses  # a note may be lost with the store's data
+    # A note may be lost with the store's data.
+    waits = world.is_patient and not world.losses and streams
     if victim == "-" and waits and (machine := _settled(world)) is not None:
         after = _placed(world, machine)
         lost = {name: place for name, place in before.items() if after.get(name) != place}
@@ -86,6 +87,17 @@ def _placed(world: World, machine: Machine) -> dict[str, tuple[str, int]]:
         if one.chunks or one.state is RequestState.DECODING  # adopted after prefill's death
     }
     return {name: place for name, place in found.items() if name in sent}
+
+
+def _tokens_flow(world: World) -> bool:
+    """Whether every proxy reads the tokens of every instance. Where it does not, it learns later
+    which tokens are lost, and migrates their requests.
+    """
+    read = {call.up.name for call in world.network.calls if not call.over}
+    speak = [name for name, one in world.fleet.items() if one.card.role in ("decode", "mixed")]
+    living = [name for name in (*world.proxies, *speak) if not world.nodes[name].process.has_lost]
+    proxies = [name for name in living if name in world.proxies]
+    return all(f"{x}>{name} tokens" in read for x in proxies for name in living if name in speak)
 
 
 def _settled(world: World) -> Machine | None:
@@ -133,14 +145,13 @@ def _check_proxies(world: World, machine: Machine) -> None:
     instances = world.fleet.values()
     whole = {its.id for one in instances for its in one.table if its.ended and its.finish_reason}
     done = {one.name for one in world.clients.values() if one.done}
-    # The tokens of an attempt may end an answer when the scheduler has taken the request back. The
-    # proxy refuses its next place. Open: it may have been placed already.
-    whole |= {
-        name
-        for name, live in machine.requests.items()
-        if (live.attempt > 1 or live.state is RequestState.QUEUED)
-        and lineage(name).replace("cmpl-", "r") in done
-    }
+    # The tokens of an attempt may end an answer when the scheduler has taken the request back, and
+    # the proxy refuses its next place. Open: it may have been placed already.
+    for name, live in machine.requests.items():
+        was_placed = live.attempt > live.earlier_attempts
+        was_taken_back = was_placed and live.state is RequestState.QUEUED
+        if was_taken_back or (live.attempt > 1 and lineage(name).replace("cmpl-", "r") in done):
+            whole.add(name)
     for name in machine.requests:
         assert name in wanted or name in whole, (
             f"{name} goes on at the scheduler, and no proxy has it"
