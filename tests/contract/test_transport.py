@@ -147,6 +147,24 @@ def test_writes_to_a_second_region(pair):
     assert not receiver.bytes.any()
 
 
+def test_earlier_metadata_hide_no_later_region(make):
+    """The parts of an instance register memory one after the other, and peers meet all of them."""
+    sender, receiver = make(), make()
+    earlier = receiver.transport.metadata()
+    extra = np.zeros(4096, dtype=np.uint8)
+    region = receiver.transport.register(Memory.of_array(extra))
+    later = receiver.transport.metadata()
+    sender.bytes[:] = 7
+    with receiver.transport.listening():
+        for metadata in (later, earlier, later, earlier):
+            peer = sender.transport.connect(metadata).result(HANG_S)
+            written = sender.transport.write(peer, Runs.of(0, 0, 9), b"\x07", peer_region=region)
+            sender.transport.connect(earlier).result(HANG_S)
+            written.result(HANG_S)
+            receiver.inbox.get(timeout=HANG_S)
+    assert extra[:9].all() and not receiver.bytes.any()
+
+
 def test_notifications_alone_both_ways(pair):
     sender, receiver = pair
     sender.transport.notify(receiver.transport.name, b"\x07ping").result(HANG_S)

@@ -138,7 +138,9 @@ class MemoryTransport:
     def _connect(self, metadata: bytes) -> str:
         peer = PeerMetadata.decode(metadata)
         self._hub.find(peer.name)
-        self._peers[peer.name] = peer
+        known = self._peers.get(peer.name)
+        if known is None or not known.includes(peer):
+            self._peers[peer.name] = peer
         return peer.name
 
     def copy(self, peer: str, runs: Runs, notification: bytes, regions: tuple[int, int]) -> None:

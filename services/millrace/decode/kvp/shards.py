@@ -91,7 +91,7 @@ class SpreadRequests:
             self._exchange,
             incarnation=self._incarnation,
             layout=engine.layout,
-            metadata=transport.metadata(),
+            transport=transport,
             timeout_s=self._timeout_s,
         )
         context.registry.gauge_function(

@@ -13,6 +13,7 @@ from millrace.core.incarnation import Incarnation
 from millrace.core.kv.kvp_hold import AttachAsk
 from millrace.core.kv.layout import KvLayout
 from millrace.transfer.kvp.exchange import KvpExchange
+from millrace.transfer.transport.base import Transport
 from millrace.wire.clients.kvp_peer import Attachment, GrpcKvpPeer, KvpPeers
 
 
@@ -41,16 +42,14 @@ class KvpWorkers:
         *,
         incarnation: Incarnation,
         layout: KvLayout,
-        metadata: bytes,
+        transport: Transport,
         timeout_s: float,
     ) -> None:
-        """`incarnation`, `layout`: of this instance; `metadata`: of its transport, including the
-        exchange.
-        """
+        """`incarnation`, `layout`, `transport`: of this instance."""
         self._exchange = exchange
         self._incarnation = incarnation
         self._layout = layout
-        self._metadata = metadata
+        self._transport = transport
         self._timeout_s = timeout_s
         self._peers = KvpPeers()
         self._workers: dict[Incarnation, _KvpWorker] = {}
@@ -121,7 +120,7 @@ class KvpWorkers:
                     worker=incarnation,
                     layout=self._layout,
                     max_rows=self._exchange.shape.max_rows,
-                    agent_metadata=self._metadata,
+                    agent_metadata=self._transport.metadata(),
                     region=offer.region,
                     offset=offer.offset,
                 ),

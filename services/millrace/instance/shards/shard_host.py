@@ -90,7 +90,7 @@ class ShardHost:
             owners=OWNERS,
             lease_s=context.config.transfer.lease_s,
         )
-        self._metadata = context.transport.metadata()
+        self._transport = context.transport
         self._owners: dict[Incarnation, _Owner] = {}
         self._tasks = Tasks()
 
@@ -128,7 +128,7 @@ class ShardHost:
             raise TransferError(f"{ask.owner} has attached again meanwhile")
         return AttachGrant(
             slot=attachment.slot,
-            agent_metadata=self._metadata,
+            agent_metadata=self._transport.metadata(),
             region=attachment.region,
             offset=attachment.offset,
         )

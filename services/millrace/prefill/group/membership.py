@@ -55,7 +55,6 @@ class Membership:
         self._peers = peers
         self._region = region
         self._loop = asyncio.get_running_loop()
-        self._metadata = context.transport.metadata()
         self._rendezvous = Rendezvous(context.incarnation)
         self._leaders = GroupLeaders()
         self._ring = RingManager(context.transport, self._layout, region, context.config.transfer)
@@ -97,7 +96,7 @@ class Membership:
                 layout=self._layout,
                 pages=tuple(job.pages),
                 buffer_pages=tuple(job.buffers),
-                agent_metadata=self._metadata,
+                agent_metadata=self._transport.metadata(),
             ),
             max_chunk_tokens=self._context.config.engine.max_chunk_tokens,
         )
@@ -141,7 +140,7 @@ class Membership:
             layout=self._layout,
             pages=job.pages,
             runs=runs,
-            agent_metadata=self._metadata,
+            agent_metadata=self._transport.metadata(),
             region=self._region,
         )
         await self._peers.to(decode.address).send_history(ask, timeout_s=HISTORY_TIMEOUT_S)

@@ -64,7 +64,6 @@ class Outlet:
     transport: Transport
     pool: Memory
     region: int
-    metadata: bytes
     summing: SumThread
     repeat: Callable[[Callable[[], Awaitable[None]]], None]
 

@@ -68,7 +68,8 @@ class Transport(Protocol):
 
     def metadata(self) -> bytes:
         """Returns the data that a peer needs to `connect` to this transport, with the regions
-        that are registered so far.
+        that are registered so far. Only the first call after a `register` may wait. So ask when
+        they are sent: those from before a `register` would hide the later region.
         """
 
     def connect(self, metadata: bytes) -> Future[str]:

@@ -111,7 +111,9 @@ class JoinedTransport:
             refused: Future[str] = Future()
             refused.set_exception(error)
             return refused
-        self._peers[names[0]] = _Peer(names, regions)
+        known = self._peers.get(names[0])
+        if known is None or known.agents != names or known.regions[: len(regions)] != regions:
+            self._peers[names[0]] = _Peer(names, regions)  # else it knows as much, or more
         return _joined([a.connect(one) for a in self._agents for one in members], names[0])
 
     def write(

@@ -68,6 +68,11 @@ class PeerMetadata:
     process: ProcessIdentity
     connection: bytes = b""
 
+    def includes(self, other: PeerMetadata) -> bool:
+        """Whether `other` tells nothing more: it is of the same process, at this time or before."""
+        is_same = (self.name, self.process) == (other.name, other.process)
+        return is_same and self.regions[: len(other.regions)] == other.regions
+
     def encode(self) -> bytes:
         return json.dumps(
             {

@@ -70,6 +70,7 @@ class RemoteAgent:
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Any]] = {}
         self._ended = False
+        self._metadata = b""  # with all regions; empty: not asked for yet
         self._outgoing: SimpleQueue[tuple[int, str, tuple[Any, ...]] | None] = SimpleQueue()
         for work in (self._send, self._read):
             threading.Thread(target=work, name=f"agent {name}", daemon=True).start()
@@ -81,11 +82,12 @@ class RemoteAgent:
 
     def register(self, memory: Memory) -> int:
         index: int = self._call("register", memory).result(CALL_TIMEOUT_S)
+        self._metadata = b""
         return index
 
     def metadata(self) -> bytes:
-        found: bytes = self._call("metadata").result(CALL_TIMEOUT_S)
-        return found
+        self._metadata = self._metadata or self._call("metadata").result(CALL_TIMEOUT_S)
+        return self._metadata
 
     def connect(self, metadata: bytes) -> Future[str]:
         return self._call("connect", metadata)

@@ -78,7 +78,6 @@ class ReceiveManager:
         pool = Memory.of_tensor(storage)
         self._region = transport.register(pool)
         self._buffers = Buffers(transport, pool, layout, config) if config.buffer_bytes else None
-        self._metadata = transport.metadata()  # the call may wait: ask once
         self._active = AdmissionTable()
         self._quarantine: dict[Admission, asyncio.Future[None]] = {}
         self._asking: dict[Ticket, list[_Ask]] = {}  # handshakes that wait here
@@ -325,7 +324,7 @@ class ReceiveManager:
             lease=lease.number,
             layout=self._layout,
             pages=admission.side.pages.tolist(),
-            agent_metadata=self._metadata,
+            agent_metadata=self._transport.metadata(),
             region=region,
             lease_s=self._config.lease_s,
             buffered=self._buffers is not None,

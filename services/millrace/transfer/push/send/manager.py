@@ -59,12 +59,10 @@ class SendManager:
         self._loop = asyncio.get_running_loop()
         pool = Memory.of_tensor(storage)
         region = transport.register(pool)
-        # Metadata is asked for once: it may wait for the transport's thread.
         self._outlet = Outlet(
             transport,
             pool,
             region,
-            transport.metadata(),
             SumThread("kv-send-sums"),
             self._repeat,
         )

@@ -212,7 +212,7 @@ class SendSession:
             layout=self._layout,
             start_token=self._tokens[0],
             num_tokens=self._tokens[1] - self._tokens[0],
-            agent_metadata=self._outlet.metadata,
+            agent_metadata=self._transport.metadata(),
         )
         try:
             grant = await self._ask(ask)

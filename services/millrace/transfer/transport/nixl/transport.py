@@ -63,6 +63,7 @@ class NixlTransport:
         self._attended_s = 0.0
         self._handlers: dict[int, Handler] = {}
         self._names: dict[bytes, str] = {}  # of connected peers by metadata; written by the thread
+        self._encoded = b""  # its own metadata, with all regions; empty: not made yet
         # below: only for the thread that holds `_turn`
         self._regions: list[Memory] = []
         self._registered: list[Any] = []
@@ -86,7 +87,7 @@ class NixlTransport:
         return self._call(lambda: self._register(memory)).result()
 
     def metadata(self) -> bytes:
-        return self._call(self._metadata).result()
+        return self._encoded or self._call(self._metadata).result()
 
     def connect(self, metadata: bytes) -> Future[str]:
         if (peer := self._names.get(metadata)) is None:
@@ -278,19 +279,21 @@ class NixlTransport:
         rows = np.array([[memory.pointer, memory.nbytes, max(memory.device, 0)]], dtype=np.uint64)
         self._registered.append(self._agent.register_memory(rows, segment(memory)))
         self._regions.append(memory)
+        self._encoded = b""
         return len(self._regions) - 1
 
     def _metadata(self) -> bytes:
-        return PeerMetadata(
+        self._encoded = PeerMetadata(
             name=self._name,
             regions=tuple(self._regions),
             process=self._process,
             connection=self._agent.get_agent_metadata(),
         ).encode()
+        return self._encoded
 
     def _connect(self, metadata: bytes) -> str:
         peer = PeerMetadata.decode(metadata)
-        if self._peers.get(peer.name) != metadata:
+        if not (peer.name in self._peers and self._known[peer.name].includes(peer)):
             if peer.name in self._peers:
                 self._forget(peer.name)
             if peer.process.has_ended(self._process):
