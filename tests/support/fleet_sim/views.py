@@ -68,13 +68,15 @@ def take_over(world: World, victim: str) -> bool:
 
 def _placed(world: World, machine: Machine) -> dict[str, tuple[str, int]]:
     """The instance and the attempt of each request that was sent to prefill, that decode holds, and
-    that its proxy wants there: not one whose first token was lost with its stream.
+    that its proxy wants there: not one whose first token was lost with its stream, or whose client
+    has left, for which no proxy waits long.
     """
+    gone = {client.name for client in world.clients.values() if client.gone}
     wanted = {
         one.spec.request_id
         for name in world.proxies
         for one in world.proxy(name).gateway.requests
-        if one.stage is not Stage.UNPLACED
+        if one.stage is not Stage.UNPLACED and _client_of(one.spec.request_id) not in gone
     }
     found = {}
     for name, one in world.fleet.items():
@@ -98,6 +100,10 @@ def _tokens_flow(world: World) -> bool:
     living = [name for name in (*world.proxies, *speak) if not world.nodes[name].process.has_lost]
     proxies = [name for name in living if name in world.proxies]
     return all(f"{x}>{name} tokens" in read for x in proxies for name in living if name in speak)
+
+
+def _client_of(request_id: str) -> str:
+    return lineage(request_id).replace("cmpl-", "r")
 
 
 def _settled(world: World) -> Machine | None:
@@ -150,7 +156,7 @@ def _check_proxies(world: World, machine: Machine) -> None:
     for name, live in machine.requests.items():
         was_placed = live.attempt > live.earlier_attempts
         was_taken_back = was_placed and live.state is RequestState.QUEUED
-        if was_taken_back or (live.attempt > 1 and lineage(name).replace("cmpl-", "r") in done):
+        if was_taken_back or (live.attempt > 1 and _client_of(name) in done):
             whole.add(name)
     for name in machine.requests:
         assert name in wanted or name in whole, (
