@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
-from millrace.bench.chaos.faults import followers, members
+import pytest
+
+from millrace.bench.chaos.faults import KILL, STOP, Fault, followers, members, strike
+
+ENDED_PID = 1 << 30  # above all that a system gives
+
+
+@pytest.mark.parametrize("kind", [KILL, STOP])
+async def test_a_process_that_has_just_ended_is_struck_by_nothing(kind: str) -> None:
+    stack: Any = SimpleNamespace(redis_pid=ENDED_PID, redis_data=None)
+    fault = Fault(kind=kind, target="store", pause_s=0, stop_s=0, draw=0)
+    assert await strike(stack, fault) == ""
+
 
 INSTANCE = """
 import os, threading

@@ -71,7 +71,8 @@ def followers(service: int) -> dict[int, int]:
 
 
 async def strike(stack: Stack, fault: Fault) -> str:
-    """Does the fault to one process; returns its name, or "" when none of the target is there.
+    """Does the fault to one process; returns its name, or "" when none of the target is there, or
+    that one has just ended by itself.
 
     Returns after the end of a stop.
     """
@@ -79,12 +80,15 @@ async def strike(stack: Stack, fault: Fault) -> str:
     if not living:
         return ""
     name = sorted(living)[int(fault.draw * len(living))]
-    if fault.kind == KILL:
-        if fault.target == "store-data" and stack.redis_data is not None:
-            await asyncio.to_thread(shutil.rmtree, stack.redis_data)
-        os.kill(living[name], signal.SIGKILL)
+    kills = fault.kind == KILL
+    if kills and fault.target == "store-data" and stack.redis_data is not None:
+        await asyncio.to_thread(shutil.rmtree, stack.redis_data)
+    try:
+        os.kill(living[name], signal.SIGKILL if kills else signal.SIGSTOP)
+    except ProcessLookupError:
+        return ""
+    if kills:
         return name
-    os.kill(living[name], signal.SIGSTOP)
     try:
         await asyncio.sleep(fault.stop_s)
     finally:
