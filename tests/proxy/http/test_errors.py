@@ -226,6 +226,7 @@ def called(arguments: str) -> str:
 FREE_FORM = {
     "chat_template_kwargs": ('{"deep": @}', "chat_template_kwargs", 1),
     "metadata": ('{"deep": @}', "metadata", 1),
+    "prediction": ('{"deep": @}', "prediction", 1),
     "prompt_cache_options": ('{"deep": @}', "prompt_cache_options", 1),
     "tools": (
         '[{"type": "function", "function": {"name": "f", "parameters": {"deep": @}}}]',
@@ -247,7 +248,7 @@ NOT_FREE_FORM = {
     "logit_bias": ('{"7": @}', "logit_bias.7"),
     "stop": ('{"deep": @}', "stop"),
     "seed": ("@", "seed"),
-    "prediction": ('{"deep": @}', "prediction"),
+    "audio": ('{"deep": @}', "audio"),
     "documents": ('[{"deep": @}]', "documents"),
     "tool_choice": ('{"deep": @}', "tool_choice.deep"),
     "stream_options": ('{"include_usage": @}', "stream_options.include_usage"),

@@ -180,22 +180,25 @@ class ChatFormat:
     def _logprobs(self, entries: Sequence[LogprobEntry]) -> Json | None:
         if self._head.options.shown_logprobs < 0:
             return None
-        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
+        as_ids = self._head.options.tokens_as_ids
+        shown = [shown_logprob(entry, self._tokenizer, as_ids=as_ids) for entry in entries]
+        return {"content": shown, "refusal": None}
 
-    def _entry(self, entry: LogprobEntry) -> Json:
-        assert entry.position is not None  # chat has no log probabilities of the prompt
-        shown = self._token(*entry.position.chosen)
-        shown["top_logprobs"] = [self._token(*token) for token in entry.position.top]
-        return shown
 
-    def _token(self, token_id: int, logprob: float) -> Json:
-        raw = self._tokenizer.token_bytes(token_id)
-        text = raw.decode("utf-8", "replace")
+def shown_logprob(entry: LogprobEntry, tokenizer: Tokenizer, *, as_ids: bool = False) -> Json:
+    """Returns a generated token's log probabilities as chats and responses show them."""
+
+    def shown(token_id: int, logprob: float) -> Json:
+        raw = tokenizer.token_bytes(token_id)
         return {
-            "token": _id_text(token_id) if self._head.options.tokens_as_ids else text,
+            "token": _id_text(token_id) if as_ids else raw.decode("utf-8", "replace"),
             "logprob": max(logprob, _LOWEST_LOGPROB),
             "bytes": list(raw),
         }
+
+    assert entry.position is not None, "only a prompt's first token has no log probabilities"
+    top = [shown(*token) for token in entry.position.top]
+    return {**shown(*entry.position.chosen), "top_logprobs": top}
 
 
 def _message(whole: Whole) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from millrace.proxy.errors import ApiError
@@ -43,6 +44,10 @@ class ItemReply(ABC):
     def _emit(self, kind: str, **fields: object) -> None:
         """Adds an event, if the answer is streamed."""
 
+    def _shown(self, piece: Piece) -> Sequence[Json]:
+        """Returns the log probabilities of a piece's tokens, if the API shows any."""
+        return ()
+
     @abstractmethod
     def on_done(self, request: ProxyRequest) -> None: ...
 
@@ -60,17 +65,20 @@ class ItemReply(ABC):
         raise AssertionError("an answer of items shows no progress")
 
     def on_text(self, choice: Choice, text: str) -> None:
+        self._feed(choice, text, ())
+
+    def _feed(self, choice: Choice, text: str, logprobs: Sequence[Json]) -> None:
         self.silent = False
         if not self._opened:
             self._opened = True
             self._open()
-        self._items.feed(text)
+        self._items.feed(text, logprobs)
         if choice.finish_reason is not None:
             self._end(choice)
         self.progress.signal.wake()
 
     def on_piece(self, choice: Choice, piece: Piece) -> None:
-        self.on_text(choice, piece.text)
+        self._feed(choice, piece.text, self._shown(piece))
 
     def echo(self, choice: Choice, piece: Piece) -> None:
         raise AssertionError("an answer of items echoes no prompt")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from millrace.proxy.reply.parsed import ParsedAnswer
@@ -34,7 +35,8 @@ class Item(Protocol):
 
     def opened(self) -> list[Event]: ...
 
-    def grow(self, text: str) -> Event: ...
+    def grow(self, text: str, logprobs: Sequence[Json]) -> Event:
+        """Adds text. `logprobs` are those of its tokens, of a message only, if they are shown."""
 
     def closed(self, status: str) -> list[Event]: ...
 
@@ -50,7 +52,7 @@ class MakeItems(Protocol):
 class OutputItems:
     """Makes the items of an answer's text, and emits their events."""
 
-    __slots__ = ("_answer", "_emit", "_items", "_make", "_status")
+    __slots__ = ("_answer", "_emit", "_items", "_logprobs", "_make", "_status")
 
     def __init__(self, answer: ParsedAnswer | None, make: MakeItems, emit: Emit) -> None:
         """`answer` parses the text; None if all of it is the message's."""
@@ -58,10 +60,13 @@ class OutputItems:
         self._make = make
         self._emit = emit
         self._items: list[Item] = []
+        #: Of tokens whose text no item has yet: a parser may hold it back.
+        self._logprobs: list[Json] = []
         self._status = "in_progress"
 
-    def feed(self, text: str) -> None:
-        """Takes the next text."""
+    def feed(self, text: str, logprobs: Sequence[Json] = ()) -> None:
+        """Takes the next text, and the log probabilities of its tokens if they are shown."""
+        self._logprobs.extend(logprobs)
         if self._answer is not None:
             self._take(self._answer.deltas(text, ends=False))
         elif text:
@@ -102,7 +107,10 @@ class OutputItems:
 
     def _grow(self, text: str) -> None:
         if text:
-            self._emit_all([self._items[-1].grow(text)])
+            item = self._items[-1]
+            shown = self._logprobs if item.kind == "message" else ()
+            self._logprobs = []  # those of reasoning and calls are not shown
+            self._emit_all([item.grow(text, shown)])
 
     def _close(self, status: str) -> None:
         self._emit_all(self._items[-1].closed(status))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import from_json
@@ -36,7 +37,7 @@ class _TextBlock:
     def opened(self) -> list[Event]:
         return [_start(self._index, self._with(""))]
 
-    def grow(self, text: str) -> Event:
+    def grow(self, text: str, logprobs: Sequence[Json]) -> Event:
         self._text.append(text)
         return _delta(self._index, f"{self._name}_delta", **{self._name: text})
 
@@ -69,7 +70,7 @@ class _ToolUseBlock:
     def opened(self) -> list[Event]:
         return [_start(self._index, self._with({}))]
 
-    def grow(self, text: str) -> Event:
+    def grow(self, text: str, logprobs: Sequence[Json]) -> Event:
         self._arguments.append(text)
         return _delta(self._index, "input_json_delta", partial_json=text)
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from millrace.proxy.errors import ApiError
-from millrace.proxy.generation.choice import Choice
+from millrace.proxy.generation.choice import Choice, Piece
 from millrace.proxy.generation.proxy_request import ProxyRequest
-from millrace.proxy.reply.formats import Usage
+from millrace.proxy.reply.formats import Usage, shown_logprob
 from millrace.proxy.reply.item_reply import ItemReply
 from millrace.proxy.reply.parsed import ParsedAnswer
 from millrace.proxy.reply.reply import Progress
 from millrace.proxy.reply.response_items import ResponseItems
+from millrace.proxy.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
@@ -42,18 +44,25 @@ def ends_stream(event: bytes) -> bool:
 class ResponseReply(ItemReply):
     """Gathers the items, and the events if `streams`. A place in `events` is an event's number."""
 
-    __slots__ = ("_head", "_streams", "events", "status")
+    __slots__ = ("_head", "_streams", "_tokenizer", "events", "status")
 
     def __init__(
-        self, head: Json, progress: Progress, answer: ParsedAnswer | None, *, streams: bool
+        self,
+        head: Json,
+        progress: Progress,
+        answer: ParsedAnswer | None,
+        tokenizer: Tokenizer,
+        *,
+        streams: bool,
     ) -> None:
         """`head` holds the fields that never change. A background response begins as queued.
 
-        `answer` as in `ItemReply`.
+        `answer` as in `ItemReply`. `tokenizer` writes the tokens of log probabilities.
         """
         super().__init__(answer, ResponseItems(), progress)
         self._head = head
         self._streams = streams
+        self._tokenizer = tokenizer
         self.status = "queued" if head["background"] else "in_progress"
         #: Every event so far, server-sent.
         self.events: list[bytes] = []
@@ -106,6 +115,9 @@ class ResponseReply(ItemReply):
             self.begin()
         self._emit_state("in_progress")
 
+    def _shown(self, piece: Piece) -> Sequence[Json]:
+        return [shown_logprob(entry, self._tokenizer) for entry in piece.entries]
+
     def _end(self, choice: Choice) -> None:
         self.status, _ = _ENDS.get(choice.finish_reason or "", ("completed", None))
         self._items.end(self.status)
@@ -156,7 +168,7 @@ def head(response_id: str, created: int, fields: Json, temperature: float, top_p
         "text": {"format": fields.get("text", {}).get("format") or {"type": "text"}},
         "tool_choice": fields.get("tool_choice", "auto"),
         "tools": fields.get("tools", []),
-        "top_logprobs": 0,
+        "top_logprobs": fields.get("top_logprobs", 0),
         "top_p": top_p,
         "truncation": fields.get("truncation", "disabled"),
         "user": fields.get("user"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 
 from millrace.proxy.reply.items import Event, Item, Json, TextKind
 
@@ -20,7 +21,7 @@ class ResponseItems:
 class _TextItem:
     """A message, or reasoning: an item with one part of text."""
 
-    __slots__ = ("_id", "_index", "_name", "_text", "kind")
+    __slots__ = ("_id", "_index", "_logprobs", "_name", "_text", "kind")
 
     def __init__(self, index: int, kind: TextKind) -> None:
         self.kind: str = kind
@@ -28,36 +29,40 @@ class _TextItem:
         self._name = "output_text" if kind == "message" else "reasoning_text"
         self._id = f"{'msg' if kind == 'message' else 'rs'}_{uuid.uuid4().hex}"
         self._text: list[str] = []
+        self._logprobs: list[Json] = []
 
     def document(self, status: str) -> Json:
-        return self._with(status, [self._part("".join(self._text))])
+        return self._with(status, [self._part("".join(self._text), self._logprobs)])
 
     def opened(self) -> list[Event]:
-        part = self._event("response.content_part.added", part=self._part(""))
+        part = self._event("response.content_part.added", part=self._part("", ()))
         return [_added(self._index, self._with("in_progress", [])), part]
 
-    def grow(self, text: str) -> Event:
+    def grow(self, text: str, logprobs: Sequence[Json]) -> Event:
         self._text.append(text)
-        return self._text_event("delta", delta=text)
+        self._logprobs.extend(logprobs)
+        return self._text_event("delta", logprobs, delta=text)
 
     def closed(self, status: str) -> list[Event]:
         text = "".join(self._text)
         return [
-            self._text_event("done", text=text),
-            self._event("response.content_part.done", part=self._part(text)),
+            self._text_event("done", self._logprobs, text=text),
+            self._event("response.content_part.done", part=self._part(text, self._logprobs)),
             _done(self._index, self.document(status)),
         ]
 
-    def _text_event(self, end: str, **fields: object) -> Event:
-        more: Json = {"logprobs": []} if self.kind == "message" else {}
+    def _text_event(self, end: str, logprobs: Sequence[Json], **fields: object) -> Event:
+        more: Json = {"logprobs": list(logprobs)} if self.kind == "message" else {}
         return self._event(f"response.{self._name}.{end}", **fields, **more)
 
     def _event(self, kind: str, **fields: object) -> Event:
         of_item = {"item_id": self._id, "output_index": self._index, "content_index": 0}
         return kind, {**of_item, **fields}
 
-    def _part(self, text: str) -> Json:
-        more: Json = {"annotations": [], "logprobs": []} if self.kind == "message" else {}
+    def _part(self, text: str, logprobs: Sequence[Json]) -> Json:
+        more: Json = {}
+        if self.kind == "message":
+            more = {"annotations": [], "logprobs": list(logprobs)}
         return {"type": self._name, "text": text, **more}
 
     def _with(self, status: str, parts: list[Json]) -> Json:
@@ -91,7 +96,7 @@ class _CallItem:
     def opened(self) -> list[Event]:
         return [_added(self._index, self.document("in_progress"))]
 
-    def grow(self, text: str) -> Event:
+    def grow(self, text: str, logprobs: Sequence[Json]) -> Event:
         self._arguments.append(text)
         return self._event("delta", delta=text)
 

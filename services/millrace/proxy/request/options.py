@@ -297,7 +297,8 @@ def _constraint(
     field_name, constraint = read_constraint(checked)
     if tools is None or tools.constraint is None:
         return field_name, constraint
-    if constraint is not None:
+    # As in OpenAI's API, the form of the answer's text says nothing of calls.
+    if constraint is not None and not field_name.startswith("response_format"):
         raise bad_field(field_name, f"can't be combined with a forced '{tools.choice_field}'.")
     return tools.choice_field, tools.constraint
 

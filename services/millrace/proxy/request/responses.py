@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.proxy.errors import bad_field, shown
+from millrace.proxy.request.models.responses import LOGPROBS
 from millrace.proxy.request.models.sampling import SamplingFields
 from millrace.proxy.request.reading import read_body, write_body
 from millrace.proxy.request.renaming import FieldNames
@@ -112,6 +113,8 @@ def read_as_chat(
         chat["max_completion_tokens"] = fields["max_output_tokens"]
     if effort := fields.get("reasoning", {}).get("effort"):
         chat["reasoning_effort"] = effort
+    if LOGPROBS in fields.get("include", ()):
+        chat |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs", 0)}
     chat |= _response_format(fields.get("text", {}).get("format"))
     chat |= _tools(fields)
     with RESPONSE_NAMES.used():

@@ -30,6 +30,7 @@ _MAX_ALLOWED_IDS = 16384
 _OF_RESPONSES = ("logit_bias", "max_reasoning_tokens", "thinking_token_budget")
 _REASONING = "After so many tokens of reasoning its end is forced. -1: no budget."
 _MOST = "Most tokens to generate. 0, with echo or prompt_logprobs: only the prompt is computed."
+_LIKELIEST = "So many of the likeliest tokens at each position."
 _OF_PROMPT = "Log probabilities of the prompt's tokens, and of so many likeliest at each position."
 #: The most prompts of one completion request.
 MAX_PROMPTS = 256
@@ -170,7 +171,7 @@ def _body_types(
         max_completion_tokens=_count(
             0, max_new_tokens, "Newer name of max_tokens; takes precedence over it."
         ),
-        top_logprobs=_count(0, max_logprobs, "So many of the likeliest tokens at each position."),
+        top_logprobs=_count(0, max_logprobs, _LIKELIEST),
     )
     completion = adapter(
         "CompletionRequest",
@@ -187,6 +188,7 @@ def _body_types(
         ResponseBody,
         model=Required[MODEL],
         max_output_tokens=_count(1, max_new_tokens, "Most tokens to generate."),
+        top_logprobs=_count(0, max_logprobs, _LIKELIEST),
         **{name: shared[name] for name in _OF_RESPONSES},
     )
     most = Field(description="Most tokens to generate.")

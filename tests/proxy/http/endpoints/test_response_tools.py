@@ -278,6 +278,7 @@ async def test_truncation_keeps_the_call_of_the_last_output(stack):
 
 
 F = {"type": "function", "name": "f", "parameters": {}}
+CALL_ITEM = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 BROKEN = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
 
 
@@ -296,9 +297,11 @@ BROKEN = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
         ({"tools": [F], "tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({"tools": [F | {"parameters": BROKEN}], "tool_choice": "required"}, "tool_choice"),
         (
-            {"tools": [F], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
-            "text.format",
+            {"tools": [F], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+            "structured_outputs.regex",
         ),
+        ({"input": [CALL_ITEM | {"namespace": "a"}]}, "input[0].namespace"),
+        ({"input": [CALL_ITEM | {"caller": {"type": "program"}}]}, "input[0].caller.type"),
         (
             {"input": [{"type": "function_call_output", "call_id": "x", "output": "a"}]},
             "input[0].call_id",
@@ -311,6 +314,25 @@ async def test_errors_name_the_field(stack, fields, param):
     assert (reply.status_code, error["param"]) == (400, param)
     assert f"'{param}'" in error["message"]
     assert not stack.fleet.specs
+
+
+async def test_a_forced_call_goes_before_the_form_of_the_text(stack):
+    form = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}
+    answer = await ask(stack, FORCED, tools=[TOOL], tool_choice="required", text=form)
+    assert [item.type for item in answer.output] == ["function_call"] * 2
+    assert '"const": "weather"' in constraint_of(stack).text
+
+
+async def test_items_come_back_as_the_client_dumps_them(stack):
+    """With the nulls of fields that only other servers fill."""
+    first = await ask(stack, TWO, tools=[TOOL])
+    items = [USER, *(item.model_dump() for item in first.output)]
+    assert {"caller", "namespace"} <= set(items[-1])
+    for item in first.output[1:]:
+        told = {"type": "function_call_output", "call_id": item.call_id, "output": "Rain."}
+        items.append({**told, "caller": {"type": "direct"}, "name": "weather", "namespace": None})
+    answer = await ask(stack, "Good.", input=items, tools=[TOOL])
+    assert answer.output_text == "Good."
 
 
 async def test_tools_need_a_template_with_calls(tmp_path):

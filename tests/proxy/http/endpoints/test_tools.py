@@ -157,6 +157,15 @@ async def test_strict_is_kept_when_a_call_is_forced(stack):
     assert schema["$defs"]["function0"] == WEATHER["parameters"]
 
 
+async def test_a_forced_call_goes_before_the_form_of_the_text(stack):
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    fields = {"tools": [TOOL], "tool_choice": "required"}
+    for given in ({"type": "json_object"}, schema):
+        [choice] = (await ask(stack, FORCED, **fields, response_format=given))["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert '"const": "weather"' in stack.fleet.specs[-1].sampling.constraint.text
+
+
 @pytest.mark.parametrize("strict", [True, False, None])
 async def test_free_choice_constrains_nothing(stack, strict):
     """Clients of OpenAI's libraries send `strict` with every tool."""
@@ -305,9 +314,15 @@ BAD = [
         "tool_choice.function.name",
     ),
     ({"tools": [F], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    ({"tools": [F], "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
     (
-        {"tools": [F], "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "response_format",
+        {
+            "tools": [F],
+            "tool_choice": "required",
+            "response_format": {"type": "text"},
+            "guided_regex": "a",
+        },
+        "guided_regex",
     ),
     ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call.name"),
     ({"functions": [{"name": "f"}], "tools": [F]}, "functions"),

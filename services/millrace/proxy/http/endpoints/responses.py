@@ -155,6 +155,7 @@ class _Creation:
             fields,
             self._builder.progress(arrival),
             answers[0] if answers else None,
+            self._model.tokenizer,
             streams=request.stream,
         )
         with RESPONSE_NAMES.used():

@@ -142,6 +142,7 @@ class ChatBody(GenerateBody, total=False):
     ]
 
     metadata: Ignored[AnyObject]
+    prediction: Ignored[AnyObject]
     prompt_cache_key: Ignored[str]
     prompt_cache_options: Ignored[AnyObject]
     prompt_cache_retention: Ignored[str]
@@ -157,7 +158,6 @@ class ChatBody(GenerateBody, total=False):
     media_io_kwargs: Annotated[Any, Unsupported({}, why=_TEXT_ONLY)]
     mm_processor_kwargs: Annotated[Any, Unsupported({}, why=_TEXT_ONLY)]
     moderation: Annotated[Any, Unsupported(why=_NOT_BUILT)]
-    prediction: Annotated[Any, Unsupported(why=_NOT_BUILT)]
     separate_reasoning: Annotated[Any, Unsupported(True, why="proxy.reasoning_parser=none does it")]
     stream_reasoning: Annotated[Any, Unsupported(True, why="include_reasoning=false leaves it out")]
     return_prompt_text: Annotated[Any, Unsupported(False, why=_NOT_BUILT)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired, Required
 
-from pydantic import AfterValidator, Field, with_config
+from pydantic import AfterValidator, BeforeValidator, Field, with_config
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -31,6 +31,21 @@ _Text = Annotated[str, Field(min_length=1)]
 
 _PART_TYPES = ("input_text", "output_text", "text", "refusal")
 _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+#: The value of `include` that shows log probabilities.
+LOGPROBS = "message.output_text.logprobs"
+#: Those that OpenAI's API knows. Answers have nothing of what the others show: they change nothing.
+_INCLUDED = (
+    LOGPROBS,
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+#: A summary is a reasoning model's second text: answers have the reasoning itself.
+_Summary = Ignored[Annotated[str, OneOf("auto", "concise", "detailed")]]
 
 
 @with_config(STRICT)
@@ -41,6 +56,7 @@ class ResponseTextPart(TypedDict):
     text: str
     annotations: NotRequired[Ignored[list[AnyObject]]]
     logprobs: NotRequired[Ignored[list[AnyObject]]]
+    prompt_cache_breakpoint: NotRequired[Ignored[AnyObject]]
 
 
 @with_config(STRICT)
@@ -80,6 +96,13 @@ class MessageItem(TypedDict):
 
 
 @with_config(STRICT)
+class _Direct(TypedDict):
+    """Who called: the model itself."""
+
+    type: Annotated[str, OneOf("direct")]
+
+
+@with_config(STRICT)
 class CallItem(TypedDict):
     """A call of a function by the assistant."""
 
@@ -89,6 +112,9 @@ class CallItem(TypedDict):
     arguments: JsonText
     id: NotRequired[str | None]
     status: NotRequired[str | None]
+    caller: NotRequired[Ignored[_Direct]]
+    created_by: NotRequired[Ignored[str]]
+    namespace: NotRequired[Annotated[Any, Unsupported(why=_NOT_BUILT)]]
 
 
 @with_config(STRICT)
@@ -100,6 +126,10 @@ class CallOutputItem(TypedDict):
     output: _Content
     id: NotRequired[str | None]
     status: NotRequired[str | None]
+    caller: NotRequired[Ignored[_Direct]]
+    created_by: NotRequired[Ignored[str]]
+    name: NotRequired[Ignored[str]]
+    namespace: NotRequired[Annotated[Any, Unsupported(why=_NOT_BUILT)]]
 
 
 @with_config(STRICT)
@@ -118,6 +148,16 @@ def _kind_of_item(item: object) -> str | None:
     return str(item.get("type", "message")) if isinstance(item, dict) else None
 
 
+def _without_nulls(item: object) -> object:
+    """Null is the same as absent: clients send back their objects with the fields of other servers.
+
+    Fields that newer clients know than this server are among these.
+    """
+    if not isinstance(item, dict):
+        return item
+    return {name: value for name, value in item.items() if value is not None}
+
+
 _Item = Annotated[
     Any,
     OneType(
@@ -129,6 +169,7 @@ _Item = Annotated[
         reasoning=ReasoningItem,
     ),
     of_types(_ITEM_TYPES, "the type of an item", "message"),
+    BeforeValidator(_without_nulls),
 ]
 
 
@@ -159,8 +200,8 @@ class Reasoning(TypedDict, total=False):
         Annotated[str, Field(max_length=32)] | None,
         Field(description="Passed to the chat template."),
     ]
-    summary: Annotated[Any, Unsupported("auto")]
-    generate_summary: Annotated[Any, Unsupported("auto")]
+    summary: _Summary
+    generate_summary: _Summary
 
 
 @with_config(STRICT)
@@ -223,6 +264,10 @@ class ResponseBody(SamplingFields, total=False):
     reasoning: Annotated[
         Reasoning | None, Field(description="`effort` is passed to the chat template.")
     ]
+    include: Annotated[
+        list[Annotated[str, OneOf(*_INCLUDED)]] | None,
+        Field(description=f"`{LOGPROBS}`: log probabilities. Others show what no answer has."),
+    ]
     text: Annotated[TextOptions | None, Field(description="`format`: JSON, or JSON of a schema.")]
     tools: Annotated[
         ResponseTools | None, Field(description="Functions that the assistant may call.")
@@ -241,6 +286,7 @@ class ResponseBody(SamplingFields, total=False):
     ]
 
     max_tool_calls: Ignored[Annotated[int, Within(1, 2**31 - 1)]]
+    client_metadata: Ignored[AnyObject]
     prompt_cache_key: Ignored[str]
     prompt_cache_options: Ignored[AnyObject]
     prompt_cache_retention: Ignored[str]
@@ -254,11 +300,9 @@ class ResponseBody(SamplingFields, total=False):
     conversation: Annotated[Any, Unsupported(why=_NOT_BUILT)]
     enable_response_messages: Annotated[Any, Unsupported(False, why=_NOT_BUILT)]
     image: Annotated[Any, Unsupported(why="text in, text out")]
-    include: Annotated[Any, Unsupported([], ["reasoning.encrypted_content"], why=_NOT_BUILT)]
     mm_processor_kwargs: Annotated[Any, Unsupported({}, why="text in, text out")]
     moderation: Annotated[Any, Unsupported(why=_NOT_BUILT)]
     previous_input_messages: Annotated[Any, Unsupported(why="previous_response_id does it")]
     previous_response: Annotated[Any, Unsupported(why="previous_response_id does it")]
     prompt: Annotated[Any, Unsupported(why=_NOT_BUILT)]
-    top_logprobs: Annotated[Any, Unsupported(0, why=_NOT_BUILT)]
     vllm_xargs: Annotated[Any, Unsupported({}, why="vLLM's own plug-ins")]
