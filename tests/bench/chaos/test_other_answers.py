@@ -160,6 +160,28 @@ async def test_a_batch_is_polled_and_its_output_compared() -> None:
     assert found.end == "wrong"
 
 
+@pytest.mark.parametrize(
+    ("batch", "content", "detail"),
+    [
+        ({"status": "completed", "error_file_id": "e"}, (200, "line 1 failed"), "line 1 failed"),
+        ({"status": "failed", "error_file_id": None}, None, "'failed'"),
+        ({"status": "completed", "error_file_id": None}, (500, "no file"), "no file"),
+    ],
+)
+async def test_a_batch_without_its_whole_output_is_an_error(
+    batch: dict[str, Any], content: tuple[int, str] | None, detail: str
+) -> None:
+    output = "f" if batch["status"] == "completed" else None
+    steps = [
+        httpx.Response(200, json={"id": "file-1"}),
+        httpx.Response(200, json={"id": "batch_1", "output_file_id": output, **batch}),
+    ]
+    if content is not None:
+        steps.append(httpx.Response(content[0], text=content[1]))
+    found, _ = await ended(Ask(1, (1, 2), 3, kind="batch"), *steps)
+    assert found.end == "error" and detail in found.detail
+
+
 async def test_silence_is_hung() -> None:
     read = OtherAnswer("/v1/completions", {"stream": True})
     transport = httpx.MockTransport(lambda request: LATER)

@@ -77,7 +77,6 @@ class Settings:
     prompt_tokens: int = option(600, "--prompt-tokens", min=8, help="Longest prompt.")
     output_tokens: int = option(160, "--output-tokens", min=2, help="Longest answer.")
     lease_s: float = option(2.0, "--lease-s", min=0.5, help="scheduler.lease_s of the stack.")
-
     logs: str = option("", "--logs", metavar="FOLDER", help="Keep the services' logs there.")
 
     @property

@@ -170,34 +170,38 @@ class OtherAnswer:
         """Runs the body's `lines` as a batch; the content is its output, by custom ids."""
         lines = b"\n".join(orjson.dumps(one) for one in self.body["lines"])
         form = {"files": {"file": ("in.jsonl", lines)}, "data": {"purpose": "batch"}}
-        uploaded = await self._call(client, "POST", "/v1/files", **form)
+        uploaded = await self._object(client, "POST", "/v1/files", **form)
         if uploaded is None:
             return
         asked = {key: value for key, value in self.body.items() if key != "lines"}
         asked["input_file_id"] = uploaded["id"]
-        batch = await self._call(client, "POST", self.path, json=asked)
+        batch = await self._object(client, "POST", self.path, json=asked)
         while batch is not None and batch["status"] not in ENDED:
-            self.chosen_id = batch["id"]
             await asyncio.sleep(POLL_S)
-            batch = await self._call(client, "GET", f"{self.path}/{batch['id']}")
+            batch = await self._object(client, "GET", f"{self.path}/{batch['id']}")
         if batch is None:
             return
-        if batch["status"] != "completed" or batch["error_file_id"]:
-            self.error = str(batch)
-            if file := batch["error_file_id"]:
-                self.error = (await self._content(client, file)).decode()
-            return
-        output = await self._content(client, batch["output_file_id"])
-        found = [orjson.loads(line) for line in output.splitlines()]
-        self.content = {one["custom_id"]: without_own(one["response"]) for one in found}
+        errors = batch["error_file_id"]
+        content = None
+        if file := errors or batch["output_file_id"]:
+            content = await self._call(client, "GET", f"/v1/files/{file}/content")
+        self.chosen_id = batch["id"]
+        if batch["status"] != "completed" or errors:
+            self.error = self.error or (content.decode() if errors and content else str(batch))
+        elif content is not None:
+            found = [orjson.loads(line) for line in content.splitlines()]
+            self.content = {one["custom_id"]: without_own(one["response"]) for one in found}
 
-    async def _content(self, client: httpx.AsyncClient, file: str) -> bytes:
-        while True:
-            with suppress(*BROKEN):
-                response = await client.get(f"/v1/files/{file}/content")
-                if response.status_code not in LATER:
-                    return response.content
-            await asyncio.sleep(RETRY_S)
+    async def _object(
+        self,
+        client: httpx.AsyncClient,
+        method: str,
+        path: str,
+        **more: Any,  # noqa: ANN401 - as httpx has them
+    ) -> dict[str, Any] | None:
+        """As `_call`, for an answer that is a JSON object."""
+        content = await self._call(client, method, path, **more)
+        return None if content is None else orjson.loads(content)
 
     async def _call(
         self,
@@ -205,14 +209,13 @@ class OtherAnswer:
         method: str,
         path: str,
         **more: Any,  # noqa: ANN401 - as httpx has them
-    ) -> dict[str, Any] | None:
+    ) -> bytes | None:
         """Returns the answer to a call that is made until it has one; None with an `error`."""
         while not self.error:
             try:
                 async with client.stream(method, path, **more) as response:
                     if await self._is_taken(response):
-                        found: dict[str, Any] = orjson.loads(await response.aread())
-                        return found
+                        return await response.aread()
             except BROKEN:
                 self.breaks += 1
             await asyncio.sleep(RETRY_S)

@@ -87,8 +87,7 @@ class Takeover:
         """Forgets the requests of a proxy's connection."""
         known: list[events.Reopened | events.Submitted] = [*self._reopened.values()]
         for event in [*known, *self._new.values()]:
-            if event.request.proxy_id == proxy_id:
-                self.cancelled(event.request.id, proxy_id)
+            self.cancelled(event.request.id, proxy_id)
 
     # ---- its end
 
