@@ -93,7 +93,8 @@ class Fleet(ScriptedFleet):
         self.emit(spec.proxy.id, [TokenEvent(spec.request_id, finish_reason=reason, detail=detail)])
 
     async def play(self, spec: RequestSpec, script: Script) -> None:
-        """Emits the script's tokens for every choice, one a step; of a continuation the rest.
+        """Emits the script's tokens for every choice, one a step; of a continuation the rest. No
+        choice gets more than `max_tokens`.
 
         A prefill-only request gets its result.
         """
@@ -101,8 +102,10 @@ class Fleet(ScriptedFleet):
             self.emit(spec.proxy.id, self.result(spec, script))
             return
         stops = script.finish == "stop" and script.token_ids is None
-        answers = [self._ids(spec, choice, script) for choice in range(spec.sampling.n)]
-        for position in range(spec.resumed_tokens, max(len(ids) for ids in answers)):
+        most = spec.resumed_tokens + spec.sampling.max_tokens
+        replies = (self._ids(spec, choice, script) for choice in range(spec.sampling.n))
+        answers = [(ids[:most], "length" if ids[most:] else script.finish) for ids in replies]
+        for position in range(spec.resumed_tokens, max(len(ids) for ids, _ in answers)):
             if script.hold is not None and position == script.hold_after:
                 await script.hold.wait()
             self.emit(
@@ -114,10 +117,10 @@ class Fleet(ScriptedFleet):
                         position,
                         ids[position],
                         script,
-                        last=position == len(ids) - 1,
-                        stops=stops,
+                        finish=finish if position == len(ids) - 1 else "",
+                        stops=stops and finish == "stop",
                     )
-                    for choice, ids in enumerate(answers)
+                    for choice, (ids, finish) in enumerate(answers)
                     if position < len(ids)
                 ],
             )
@@ -160,9 +163,10 @@ def token_event(
     token_id: int,
     script: Script,
     *,
-    last: bool,
+    finish: str,
     stops: bool,
 ) -> TokenEvent:
+    """`finish`: the reason, at the last token; empty before it."""
     sampling, logprobs, first = spec.sampling, (), {}
     if sampling.logprobs >= 0:
         logprob = script.logprobs[choice % len(script.logprobs)]
@@ -176,8 +180,8 @@ def token_event(
         spec.request_id,
         choice,
         [token_id],
-        finish_reason=script.finish if last else "",
-        stop_token_id=token_id if last and stops else -1,
+        finish_reason=finish,
+        stop_token_id=token_id if finish and stops else -1,
         detail=detail,
         begins=bool(first),
     )

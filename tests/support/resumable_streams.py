@@ -60,7 +60,8 @@ class Decode:
                 await script.hold.wait()
             last, stops = position == len(ids) - 1, token_id == 1
             said = replace(script, finish="stop" if stops else "length")
-            event = token_event(spec, 0, position, token_id, said, last=last, stops=stops)
+            finish = said.finish if last else ""
+            event = token_event(spec, 0, position, token_id, said, finish=finish, stops=stops)
             if self.journalled is None or position < self.journalled:
                 entry = JournalEntry(
                     request_id=spec.request_id, choice=0, start=position, token_ids=[token_id]

@@ -267,3 +267,11 @@ async def test_what_asks_for_nothing_changes_nothing(stack, model):
 async def test_a_bad_length_penalty_is_named(stack, model, penalty):
     error = (await post(stack, status=400, length_penalty=penalty))["error"]
     assert error["param"] == "length_penalty"
+
+
+async def test_a_fleet_that_has_more_to_say_gives_a_step_one_token(stack):
+    """The scripted fleet, which fuzzing uses, keeps the limit that every step has."""
+    response = await stack.http.post(COMPLETIONS, json=BODY)
+    assert response.status_code == 200, response.text
+    assert [len(choice["token_ids"]) for choice in response.json()["choices"]] == [3, 3]
+    assert {spec.sampling.max_tokens for spec in stack.fleet.specs} == {1}

@@ -76,7 +76,7 @@ async def test_an_attempt_that_begins_again_at_its_instance_gives_no_token_twice
     def submitted(spec):
         stack.fleet.script = script = Script(reply=TEXT)
         ids = stack.fleet.tokenizer.encode(TEXT, add_special_tokens=False).ids
-        said = partial(token_event, spec, 0, script=script, last=False, stops=False)
+        said = partial(token_event, spec, 0, script=script, finish="", stops=False)
         stack.fleet.emit(spec.proxy.id, [said(position, ids[position]) for position in range(3)])
         asyncio.get_running_loop().call_later(0.05, again, spec)
 
@@ -97,7 +97,7 @@ def emit(stack, spec, positions):
         stack.fleet.script,
         stack.fleet.tokenizer.encode(TEXT, add_special_tokens=False).ids,
     )
-    said = partial(token_event, spec, 0, script=script, last=False, stops=False)
+    said = partial(token_event, spec, 0, script=script, finish="", stops=False)
     stack.fleet.emit(spec.proxy.id, [said(position, ids[position]) for position in positions])
 
 
