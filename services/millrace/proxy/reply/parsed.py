@@ -32,10 +32,13 @@ class ParsedAnswer:
         self._parser = parser
         self._name = name
         self._reasoning = options.include_reasoning
-        self._legacy = options.tools is not None and options.tools.legacy
-        self._parallel = options.tools is None or options.tools.parallel
+        tools = options.tools
+        self._legacy = tools is not None and tools.legacy
+        self._parallel = tools is None or tools.parallel
+        self._allowed = None if tools is None else tools.allowed
         self._id_length = id_length
-        self._calls = 0
+        self._calls = 0  # that are shown
+        self._shows = False  # the last call
 
     def deltas(self, text: str, *, ends: bool) -> list[Json]:
         """Takes the next text, and returns the deltas that are certain; all of them at the end."""
@@ -84,9 +87,14 @@ class ParsedAnswer:
             if not self._reasoning:
                 return None
             return {"reasoning_content": event.text, "reasoning": event.text}
-        if event.index > 0 and not self._parallel:
-            return None
-        return self._call_delta(event)
+        if isinstance(event, CallStarted):
+            self._shows = self._may_show(event.name)
+        return self._call_delta(event) if self._shows else None
+
+    def _may_show(self, name: str) -> bool:
+        """Whether the client sees a call: of an allowed tool, and only the first if it says so."""
+        allowed = self._allowed is None or name in self._allowed
+        return allowed and (self._parallel or self._calls == 0)
 
     def _call_delta(self, event: CallStarted | Arguments) -> Json:
         if isinstance(event, CallStarted):
@@ -96,7 +104,7 @@ class ParsedAnswer:
             function = {"arguments": event.text}
         if self._legacy:
             return {"function_call": function}
-        call: Json = {"index": event.index, "function": function}
+        call: Json = {"index": self._calls - 1, "function": function}
         if isinstance(event, CallStarted):
             call |= {"id": self._new_id(), "type": "function"}
         return {"tool_calls": [call]}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from millrace.proxy.errors import ApiError
 
 #: The other APIs have no object `function` around a tool's fields.
-_TOOL = re.compile(r"(?<![^'])(tools\[\d+\])\.function\b")
+_TOOL = re.compile(r"(?<![^'])((?:tool_choice\.)?tools\[\d+\])\.function\b")
 
 
 class FieldNames:

@@ -39,6 +39,7 @@ RESPONSE_NAMES = FieldNames(
         "max_completion_tokens": "max_output_tokens",
         "response_format.json_schema": "text.format",
         "response_format": "text.format",
+        "tool_choice.allowed_tools": "tool_choice",
         "tool_choice.function": "tool_choice",
     }
 )
@@ -148,14 +149,26 @@ def _tools(fields: Mapping[str, Any]) -> Json:
     """Returns the tools and the choice between them as a chat's."""
     found: Json = {}
     if tools := fields.get("tools"):
-        functions = [{k: v for k, v in tool.items() if k != "type"} for tool in tools]
-        found["tools"] = [{"type": "function", "function": each} for each in functions]
+        found["tools"] = [_as_tool(tool) for tool in tools]
     if choice := fields.get("tool_choice"):
-        named = isinstance(choice, dict)
-        found["tool_choice"] = (
-            {"type": "function", "function": {"name": choice["name"]}} if named else choice
-        )
+        found["tool_choice"] = _as_choice(choice)
     return found
+
+
+def _as_choice(choice: str | Mapping[str, Any]) -> str | Json:
+    if isinstance(choice, str):
+        return choice
+    if choice["type"] == "allowed_tools":
+        tools = [_as_tool(tool) for tool in choice["tools"]]
+        allowed = {"mode": choice["mode"], "tools": tools}
+        return {"type": choice["type"], "allowed_tools": allowed}
+    return _as_tool(choice)
+
+
+def _as_tool(tool: Mapping[str, Any]) -> Json:
+    """Returns a tool, or its name, in the form of a chat."""
+    kind = tool["type"]
+    return {"type": kind, kind: {k: v for k, v in tool.items() if k != "type"}}
 
 
 def _response_format(given: Mapping[str, Any] | None) -> Json:

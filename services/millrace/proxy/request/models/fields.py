@@ -180,14 +180,19 @@ def kind_of_part(part: object) -> str:
     return "refusal" if isinstance(part, dict) and part.get("type") == "refusal" else "text"
 
 
-def of_types(kinds: tuple[str, ...], what: str, default: str | None = None) -> BeforeValidator:
-    """Refuses objects whose `type` is not one of `kinds`."""
+def of_types(
+    kinds: tuple[str, ...],
+    what: str,
+    default: str | None = None,
+    code: str = "unsupported_content_type",
+) -> BeforeValidator:
+    """Refuses objects whose `type` is not one of `kinds`, by an error with `code`."""
 
     def check(value: object) -> object:
         if isinstance(value, dict) and value.get("type", default) not in kinds:
             known = ", ".join(map(repr, kinds))
             message = f"{what} must be one of {known}, got {shown(value.get('type'))}."
-            kind = PydanticCustomError("unsupported_content_type", message)
+            kind = PydanticCustomError(code, message)
             raise wrong_field("type", kind, value)
         return value
 

@@ -23,7 +23,13 @@ from millrace.proxy.request.models.fields import (
 )
 from millrace.proxy.request.models.messages import Messages
 from millrace.proxy.request.models.sampling import SamplingFields
-from millrace.proxy.request.models.tools import Choice, LegacyChoice, LegacyFunctions, Tools
+from millrace.proxy.request.models.tools import (
+    CHOICES,
+    Choice,
+    LegacyChoice,
+    LegacyFunctions,
+    Tools,
+)
 
 _NOT_BUILT = "not built"
 _TEXT_ONLY = "text in, text out"
@@ -125,9 +131,7 @@ class ChatBody(GenerateBody, total=False):
         Field(description="Passed to the chat template."),
     ]
     tools: Annotated[Tools | None, Field(description="Functions that the assistant may call.")]
-    tool_choice: Annotated[
-        Choice | None, Field(description="'auto', 'none', 'required', or one function.")
-    ]
+    tool_choice: Annotated[Choice | None, Field(description=CHOICES)]
     parallel_tool_calls: Annotated[
         bool | None, Field(description="Default: true. False: only the first call is shown.")
     ]

@@ -24,7 +24,7 @@ from millrace.proxy.request.models.fields import (
     text_or_array,
 )
 from millrace.proxy.request.models.sampling import SamplingFields
-from millrace.proxy.request.models.tools import ResponseChoice, ResponseTools
+from millrace.proxy.request.models.tools import CHOICES, ResponseChoice, ResponseTools
 
 _NOT_BUILT = "not built"
 _Text = Annotated[str, Field(min_length=1)]
@@ -272,9 +272,7 @@ class ResponseBody(SamplingFields, total=False):
     tools: Annotated[
         ResponseTools | None, Field(description="Functions that the assistant may call.")
     ]
-    tool_choice: Annotated[
-        ResponseChoice | None, Field(description="'auto', 'none', 'required', or one function.")
-    ]
+    tool_choice: Annotated[ResponseChoice | None, Field(description=CHOICES)]
     parallel_tool_calls: Annotated[
         bool | None, Field(description="Default: true. False: only the first call is shown.")
     ]

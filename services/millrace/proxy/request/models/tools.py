@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Required
+from typing import Annotated, Any, NamedTuple, Required
 
 from pydantic import AfterValidator, Field, with_config
 from pydantic_core import PydanticCustomError
@@ -14,7 +14,14 @@ from typing_extensions import TypedDict
 from millrace.core.request_spec import Constraint
 from millrace.proxy.errors import ApiError, bad_field, shown
 from millrace.proxy.request.forced_calls import forced_calls
-from millrace.proxy.request.models.fields import STRICT, AnyObject, OneOf, OneType, text_or_object
+from millrace.proxy.request.models.fields import (
+    STRICT,
+    AnyObject,
+    OneOf,
+    OneType,
+    of_types,
+    text_or_object,
+)
 
 #: Clients of Anthropic's API use up to 128 characters, OpenAI's 64.
 _FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
@@ -100,19 +107,69 @@ class NamedResponseTool(TypedDict):
     name: FunctionName
 
 
-def _choice(named: type, *words: str) -> OneType:
-    """A field that holds one of `words`, or an object that names a function."""
+_Mode = Annotated[
+    str, OneOf("auto", "required"), Field(description="required: the answer is a call.")
+]
+
+
+@with_config(STRICT)
+class AllowedTools(TypedDict):
+    """The tools that the assistant may call. Only their names are read."""
+
+    mode: _Mode
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+@with_config(STRICT)
+class AllowedChoice(TypedDict):
+    """The choice of some tools. The prompt shows all tools, so its cached prefix stays valid."""
+
+    type: Annotated[str, OneOf("allowed_tools")]
+    allowed_tools: AllowedTools
+
+
+@with_config(STRICT)
+class AllowedResponseChoice(TypedDict):
+    """The choice of some tools, in the form of /v1/responses."""
+
+    type: Annotated[str, OneOf("allowed_tools")]
+    mode: _Mode
+    tools: Annotated[list[ResponseTool], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+def _kind(value: object) -> str | None:
+    return str(value.get("type", "function")) if isinstance(value, dict) else None
+
+
+def _choice(chosen: object, *words: str) -> OneType:
+    """A field that holds one of `words`, or an object of the type `chosen`."""
     return OneType(
         text_or_object,
         "a string or an object",
         text=Annotated[str, OneOf(*words)],
-        object=named,
+        object=chosen,
     )
 
 
-Choice = Annotated[Any, _choice(NamedTool, "auto", "none", "required")]
-ResponseChoice = Annotated[Any, _choice(NamedResponseTool, "auto", "none", "required")]
+def _one_of_types(what: str, **types: object) -> object:
+    """A field that holds an object of one of `types`, by its field `type`."""
+    return Annotated[
+        Any,
+        OneType(_kind, "an object", tagged_by="type", **types),
+        of_types(tuple(types), what, "function", code="invalid_value"),
+    ]
+
+
+_CHOICE = "the type of a choice"
+_Chosen = _one_of_types(_CHOICE, function=NamedTool, allowed_tools=AllowedChoice)
+_ChosenOfResponse = _one_of_types(
+    _CHOICE, function=NamedResponseTool, allowed_tools=AllowedResponseChoice
+)
+Choice = Annotated[Any, _choice(_Chosen, "auto", "none", "required")]
+ResponseChoice = Annotated[Any, _choice(_ChosenOfResponse, "auto", "none", "required")]
 LegacyChoice = Annotated[Any, _choice(NamedFunction, "auto", "none")]
+#: The description of the field `tool_choice`.
+CHOICES = "'auto', 'none', 'required', one function, or the tools that are allowed."
 Tools = Annotated[list[Tool], Field(max_length=1024, fail_fast=True)]
 ResponseTools = Annotated[list[ResponseTool], Field(max_length=1024, fail_fast=True)]
 LegacyFunctions = Annotated[list[FunctionTool], Field(max_length=1024, fail_fast=True)]
@@ -128,6 +185,8 @@ class ToolOptions:
     legacy: bool = False
     #: Constrains the answer to calls; None: the model chooses.
     constraint: Constraint | None = None
+    #: The functions whose calls are shown; None: all.
+    allowed: frozenset[str] | None = None
 
     @property
     def choice_field(self) -> str:
@@ -154,40 +213,56 @@ def read_tools(checked: Mapping[str, Any]) -> ToolOptions | None:
     choice = checked.get(choice_field, "auto" if functions else "none")
     if choice == "none":
         return None
-    chosen = _chosen(choice, choice_field, names)
+    chosen = _read_choice(choice, choice_field, names)
     if not functions:
         return None
     schemas = {function["name"]: function.get("parameters") or {} for function in functions}
     _check_functions(functions, field, legacy=legacy)
     parallel = not legacy and checked.get("parallel_tool_calls", True)
     constraint = None
-    if chosen:
-        several = parallel and choice == "required"
-        offered = {name: schemas[name] for name in chosen}
-        constraint = forced_calls(offered, most=None if several else 1)
+    if chosen.forced:
+        offered = {name: schemas[name] for name in chosen.names}
+        constraint = forced_calls(offered, most=None if parallel and chosen.several else 1)
     return ToolOptions(
         documents=[{"type": "function", "function": _without_nulls(f)} for f in functions],
         schemas=schemas,
         parallel=parallel,
         legacy=legacy,
         constraint=constraint,
+        allowed=frozenset(chosen.names) if chosen.names != names else None,
     )
 
 
-def _chosen(choice: Any, field: str, names: Sequence[str]) -> Sequence[str]:  # noqa: ANN401
-    """Returns the functions of which the answer must call one; none if the model chooses."""
+class _ReadChoice(NamedTuple):
+    """The functions that the answer may call; whether it must, and whether more than once."""
+
+    names: Sequence[str]
+    forced: bool
+    several: bool = True
+
+
+def _read_choice(choice: Any, field: str, names: Sequence[str]) -> _ReadChoice:  # noqa: ANN401
     if choice == "auto":
-        return ()
+        return _ReadChoice(names, forced=False)
     if not names:
         raise bad_field(field, "is only allowed together with functions to choose from.")
     if choice == "required":
-        return names
-    function, path = choice.get("function", choice), f"{field}.name"
-    if "function" in choice:
-        path = f"{field}.function.name"
-    if function["name"] not in names:
-        raise bad_field(path, f"names no function of this request: {shown(function['name'])}.")
-    return (function["name"],)
+        return _ReadChoice(names, forced=True)
+    if (allowed := choice.get("allowed_tools")) is not None:
+        path = f"{field}.allowed_tools.tools"
+        found = [_named(t, f"{path}[{i}]", names) for i, t in enumerate(allowed["tools"])]
+        return _ReadChoice(list(dict.fromkeys(found)), forced=allowed["mode"] == "required")
+    return _ReadChoice([_named(choice, field, names)], forced=True, several=False)
+
+
+def _named(tool: Mapping[str, Any], path: str, names: Sequence[str]) -> str:
+    """Returns the name of a chosen tool. Raises ApiError unless it is one of `names`."""
+    if "function" in tool:
+        tool, path = tool["function"], f"{path}.function"
+    name: str = tool["name"]
+    if name not in names:
+        raise bad_field(f"{path}.name", f"names no function of this request: {shown(name)}.")
+    return name
 
 
 def _check_functions(functions: Sequence[Mapping[str, Any]], field: str, *, legacy: bool) -> None:
