@@ -66,7 +66,7 @@ gpu-check: ## checks and speed on the GPU, in under 10 minutes, by PYTHON's own 
 # Other people's clients get an environment of their own: their pins are not ours.
 CLIENTS := .venv-clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
-test-clients: setup $(CLIENTS_STAMP) ## OpenAI's client, guidellm, aiperf, litellm, LangChain, LlamaIndex, the Vercel AI SDK against a live stack
+test-clients: setup $(CLIENTS_STAMP) ## OpenAI's client, guidellm, aiperf, litellm, LangChain, LlamaIndex, agent SDKs, the Vercel AI SDK against a live stack
 	$(BIN)/python -m pytest tests/clients
 
 $(CLIENTS_STAMP): tests/clients/requirements.txt tests/clients/package.json

@@ -40,7 +40,10 @@ pytestmark = [
     ),
 ]
 
-PROGRAMS = ("openai_sdk", "litellm_sdk", "langchain_sdk", "llama_index_sdk")
+PROGRAMS = (
+    *("openai_sdk", "litellm_sdk", "langchain_sdk", "llama_index_sdk"),
+    *("agents_sdk", "pydantic_ai_sdk", "instructor_sdk"),
+)
 PROVIDERS = ("openai", "openai-compatible")
 
 
