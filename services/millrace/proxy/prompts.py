@@ -76,7 +76,7 @@ class PromptReader:
             arguments=arguments,
         )
         ids = await self._tokenizer.encode_async(
-            text, add_special_tokens=request.add_special_tokens
+            text, add_special_tokens=request.add_special_tokens, salt=request.cache_salt
         )
         return _checked(EnginePrompt(ids=ids, end=text[-_END_CHARACTERS:]), "messages")
 
@@ -89,7 +89,7 @@ class PromptReader:
         ]
 
     async def read_texts(
-        self, texts: Sequence[tuple[str, Prompt]], *, add_special_tokens: bool
+        self, texts: Sequence[tuple[str, Prompt]], *, add_special_tokens: bool, salt: str
     ) -> list[EnginePrompt]:
         """Returns the prompts of (path, text or token ids), in order.
 
@@ -98,8 +98,9 @@ class PromptReader:
         found = []
         for path, text in texts:
             if isinstance(text, str):
-                special = add_special_tokens
-                ids = await self._tokenizer.encode_async(text, add_special_tokens=special)
+                ids = await self._tokenizer.encode_async(
+                    text, add_special_tokens=add_special_tokens, salt=salt
+                )
             else:
                 ids = np.array(text, dtype=np.int32)
             found.append(_checked(EnginePrompt(ids=ids, field=path), path))
@@ -127,7 +128,9 @@ class PromptReader:
     async def _read_prompt(self, prompt: Prompt, request: CompletionRequest) -> EnginePrompt:
         if isinstance(prompt, str):
             ids = await self._tokenizer.encode_async(
-                prompt, add_special_tokens=request.add_special_tokens
+                prompt,
+                add_special_tokens=request.add_special_tokens,
+                salt=request.options.cache_salt,
             )
             return EnginePrompt(ids=ids, text=prompt)
         options, text = request.options, ""

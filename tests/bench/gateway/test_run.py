@@ -23,7 +23,9 @@ async def test_measures_a_real_proxy_process():
     assert flat_out["tokens_per_s"] > 0
     assert report["requests"][0]["cpu_us"] >= 0
     (long,) = report["long_prompts"]
-    assert long["prompts"] >= 1 and 0.1 < long["body_mib"] < 1
+    assert long["prompts"] >= 2 and long["prompts"] % 2 == 0
+    assert 0 < long["next_answer_s"] and 0 < long["answer_s"]
+    assert 0.1 < long["body_mib"] < 1
     for gaps in (long["alone"], long["beside"]):
         assert 0 <= gaps["p50_ms"] <= gaps["p99_ms"] <= gaps["max_ms"]
     assert 0 < long["before_mib"] <= long["peak_mib"] >= long["after_mib"] > 0

@@ -13,7 +13,6 @@ import pytest
 
 from millrace.bench.gateway.stub_model import write_stub_model
 from millrace.proxy.model_card import read_model_card
-from millrace.proxy.text import tokenizer as module
 from millrace.proxy.text.encoder_process import EncoderProcess
 from millrace.proxy.text.tokenizer import Tokenizer
 from support.live_stack import eventually
@@ -49,80 +48,48 @@ def killed(pid: int) -> None:
 @pytest.mark.parametrize("text", ["", "a", TEXT])
 def test_the_ids_are_those_of_the_tokenizer(tokenizer, process, text, special):
     expected = tokenizer.encode(text, add_special_tokens=special)
-    found = process.encode(text, add_special_tokens=special)
+    [found] = process.encode([text], add_special_tokens=special)
     assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
 
 
 def test_one_process_serves_all_texts_and_ends_with_its_owner(process):
     assert process.pid is None  # before the first text
-    process.encode(TEXT, add_special_tokens=False)
+    process.encode([TEXT], add_special_tokens=False)
     first = process.pid
-    process.encode("a", add_special_tokens=True)
+    process.encode(["a"], add_special_tokens=True)
     assert process.pid == first
     process.close()
     assert process.pid is None and not psutil.pid_exists(first)
 
 
 def test_after_its_death_the_next_text_gets_a_new_process(process):
-    process.encode("a", add_special_tokens=False)
+    process.encode(["a"], add_special_tokens=False)
     first = process.pid
     killed(first)
     with pytest.raises(OSError, match=r"process has ended|Broken pipe"):
-        process.encode(TEXT, add_special_tokens=False)
-    assert process.encode("a", add_special_tokens=False).size == 1
+        process.encode([TEXT], add_special_tokens=False)
+    assert process.encode(["a"], add_special_tokens=False)[0].size == 1
     assert process.pid not in (None, first)
 
 
 async def test_a_process_without_work_ends(folder):
     process = EncoderProcess(folder / "tokenizer.json", idle_s=0.0)
-    await asyncio.to_thread(process.encode, "a", add_special_tokens=False)
+    await asyncio.to_thread(process.encode, ["a"], add_special_tokens=False)
     await eventually(lambda: process.pid is None)
-    assert process.encode("a", add_special_tokens=False).size == 1
+    assert process.encode(["a"], add_special_tokens=False)[0].size == 1
     process.close()
 
 
 def test_a_tokenizer_that_can_not_be_read_is_an_error(tmp_path):
     process = EncoderProcess(tmp_path / "tokenizer.json")
     with pytest.raises(OSError, match=r"process has ended|Broken pipe"):
-        process.encode("a", add_special_tokens=False)
+        process.encode(["a"], add_special_tokens=False)
     process.close()
 
 
 def test_texts_of_several_threads_keep_apart(process):
     texts = [f"{number} wheels " * 50 for number in range(20)]
-    expected = [process.encode(text, add_special_tokens=False).tolist() for text in texts]
+    expected = [ids.tolist() for ids in process.encode(texts, add_special_tokens=False)]
     with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda text: process.encode(text, add_special_tokens=False), texts)
-        assert [ids.tolist() for ids in found] == expected
-
-
-async def test_long_texts_are_tokenised_beside_and_after_a_death_here(
-    tokenizer, monkeypatch, caplog
-):
-    monkeypatch.setattr(module, "THREAD_CHARACTERS", len(TEXT) - 1)
-    expected = tokenizer.encode(TEXT, add_special_tokens=True).tolist()
-    before = {child.pid for child in psutil.Process().children()}
-
-    async def encoded() -> list[int]:
-        return (await tokenizer.encode_async(TEXT, add_special_tokens=True)).tolist()
-
-    def made() -> set[int]:
-        return {child.pid for child in psutil.Process().children()} - before
-
-    assert await encoded() == expected
-    (first,) = made()
-    assert await asyncio.gather(*(encoded() for _ in range(4))) == [expected] * 4
-    assert first in made() and len(made()) <= 2
-    for pid in made():
-        killed(pid)
-    assert await encoded() == expected
-    assert "tokenises" in caplog.text and "in the proxy" in caplog.text
-    assert await encoded() == expected
-    tokenizer.close()
-    assert not made()
-
-
-async def test_shorter_texts_start_no_process(tokenizer):
-    before = psutil.Process().children()
-    await tokenizer.encode_async(TEXT, add_special_tokens=True)
-    assert psutil.Process().children() == before
+        found = pool.map(lambda text: process.encode([text], add_special_tokens=False), texts)
+        assert [ids.tolist() for [ids] in found] == expected

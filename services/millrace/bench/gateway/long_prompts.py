@@ -9,8 +9,9 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from multiprocessing.connection import Connection
+from statistics import median
 
 import orjson
 import psutil
@@ -39,14 +40,16 @@ class Gaps:
 class LongPromptCost:
     """Paced streams alone, and beside long prompts that come one after the other.
 
-    Memory is the proxy's resident memory in MiB: before the first prompt, at most, and 2 s after
-    the last one.
+    The proxy has seen nothing of a prompt; then it gets the chat's next turn. `answer_s` and
+    `next_answer_s` are the medians of both. Memory is the proxy's resident memory in MiB: before
+    the first prompt, at most, and 2 s after the last one.
     """
 
     prompt_tokens: int
     body_mib: float
     prompts: int
     answer_s: float
+    next_answer_s: float
     streams: int
     alone: Gaps
     beside: Gaps
@@ -60,19 +63,20 @@ async def measure(
 ) -> LongPromptCost:
     """Measures two runs of `steps` steps of 25 ms. Raises MillraceError for a wrong answer."""
     client = SseClient(f"http://127.0.0.1:{port}")
-    body = _body(engine, prompt_tokens)
+    prompt = _prompt(engine, prompt_tokens)
     try:
         await _run_streams(engine, client, streams, steps // 4)  # warms up
         alone = await _run_streams(engine, client, streams, steps)
-        async with _watched(pid) as memory, _sender(port, body) as answers:
+        async with _watched(pid) as memory, _sender(port, prompt) as answers:
             beside = await _run_streams(engine, client, streams, steps)
     finally:
         client.close()
     return LongPromptCost(
         prompt_tokens=prompt_tokens,
-        body_mib=len(body) / _MIB,
+        body_mib=len(_body(prompt, 0, turns=1)) / _MIB,
         prompts=len(answers),
-        answer_s=sorted(answers)[len(answers) // 2],
+        answer_s=median(answers[::2]),
+        next_answer_s=median(answers[1::2]),
         streams=streams,
         alone=alone,
         beside=beside,
@@ -82,12 +86,21 @@ async def measure(
     )
 
 
-def _body(engine: Engine, prompt_tokens: int) -> bytes:
-    """Returns a request for one token, with a prompt of about this length."""
+def _prompt(engine: Engine, prompt_tokens: int) -> str:
+    """Returns a text of about this length."""
     per_text = len(engine.token_ids)
-    prompt = TEXT * (prompt_tokens // per_text) + TEXT[: prompt_tokens % per_text]
-    message = {"role": "user", "content": prompt}
-    return orjson.dumps({"model": "stub", "messages": [message], "max_tokens": 1})
+    return TEXT * (prompt_tokens // per_text) + TEXT[: prompt_tokens % per_text]
+
+
+def _body(prompt: str, number: int, *, turns: int) -> bytes:
+    """Returns a request for one token. Chats of different numbers share no work in the proxy."""
+    messages = [{"role": "user", "content": prompt}]
+    for _ in range(turns - 1):
+        messages += [{"role": "assistant", "content": TEXT}, {"role": "user", "content": TEXT}]
+    salt = str(number)
+    return orjson.dumps(
+        {"model": "stub", "messages": messages, "max_tokens": 1, "cache_salt": salt}
+    )
 
 
 async def _run_streams(engine: Engine, client: SseClient, count: int, steps: int) -> Gaps:
@@ -133,14 +146,16 @@ async def _watched(pid: int) -> AsyncIterator[list[float]]:
 
 
 @asynccontextmanager
-async def _sender(port: int, body: bytes) -> AsyncIterator[list[float]]:
-    """Sends the request again and again from a process of its own, so that this one is not busy.
+async def _sender(port: int, prompt: str) -> AsyncIterator[list[float]]:
+    """Sends chats of two turns, one after the other, from a process of its own, so that this one
+    is not busy.
 
-    Yields the list that has the answers' times, in seconds, at the end.
+    Yields the list that has the answers' times, in seconds, at the end: first and next turns in
+    alternation.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_send, args=(port, body, theirs), daemon=True)
+    process = context.Process(target=_send, args=(port, prompt, theirs), daemon=True)
     process.start()
     theirs.close()
     answers: list[float] = []
@@ -156,16 +171,20 @@ async def _sender(port: int, body: bytes) -> AsyncIterator[list[float]]:
         await asyncio.to_thread(process.join)
 
 
-def _send(port: int, body: bytes, pipe: Connection) -> None:
+def _send(port: int, prompt: str, pipe: Connection) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", port)
     answers: list[float] = []
     pipe.send("ready")
-    while not (answers and pipe.poll()):
-        began_s = time.perf_counter()
-        connection.request("POST", PATH, body, {"content-type": "application/json"})
-        answer = connection.getresponse()
-        text = answer.read()
-        if answer.status != 200:
-            raise MillraceError(f"status {answer.status}: {text[:500]!r}")
-        answers.append(time.perf_counter() - began_s)
+    for number in count():
+        for turns in (1, 2):
+            body = _body(prompt, number, turns=turns)
+            began_s = time.perf_counter()
+            connection.request("POST", PATH, body, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+            if answer.status != 200:
+                raise MillraceError(f"status {answer.status}: {text[:500]!r}")
+            answers.append(time.perf_counter() - began_s)
+        if pipe.poll():
+            break
     pipe.send(answers)

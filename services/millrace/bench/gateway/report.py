@@ -51,3 +51,4 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         memory = "{before_mib:.0f} / {peak_mib:.0f} / {after_mib:.0f} MiB".format_map(long)
         yield "memory before / at most / after them", memory, ""
         yield "answer to such a prompt", f"{long['answer_s']:.2f} s", ""
+        yield "answer to the chat's next turn", f"{long['next_answer_s']:.2f} s", ""

@@ -51,6 +51,7 @@ class Conversation:
     add_special_tokens: bool
     template_arguments: dict[str, Any]
     tools: ToolOptions | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +228,7 @@ def _conversation(checked: Mapping[str, Any], tools: ToolOptions | None = None) 
         continue_final_message=continued,
         add_special_tokens=checked.get("add_special_tokens", False),
         template_arguments=arguments,
+        cache_salt=checked.get("cache_salt", ""),
     )
 
 

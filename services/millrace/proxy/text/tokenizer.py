@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from tokenizers import Tokenizer as RawTokenizer
 
 from millrace.core.errors import ModelError
 from millrace.proxy.model_card import ModelCard
+from millrace.proxy.text.cuts import Cuts
 from millrace.proxy.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from millrace.proxy.text.encoder_process import EncoderProcess, TokenArray, ids_of
+from millrace.proxy.text.encoder_process import TokenArray, ids_of
+from millrace.proxy.text.long_texts import LongTexts
 
-#: Longer texts are tokenised on a thread: 8 KiB take about a millisecond.
+#: Longer texts are tokenised beside the event loop: 8 KiB take about a millisecond.
 INLINE_CHARACTERS = 8192
-#: Longer texts are tokenised in a process: their ids would hold the interpreter's lock for 1.5 ms.
-THREAD_CHARACTERS = 128 * 1024
-#: Texts that are tokenised at a time, beside the short ones.
-_AT_ONCE = 2
 CONTEXT_TOKENS = 8
-
-log = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -49,42 +42,28 @@ class Tokenizer:
         self._hidden: dict[tuple[str, ...], frozenset[int]] = {}
         self._tables: dict[frozenset[int], list[bytes]] = {}
         self._bytes: list[bytes] | None = None
-        if _is_byte_level(json.loads(document).get("decoder")):
+        parts = json.loads(document)
+        if _is_byte_level(parts.get("decoder")):
             self._bytes = [self._byte_level(i) for i in range(self.vocab_size)]
             self._shown_bytes = [
                 b"" if i in self._special else piece for i, piece in enumerate(self._bytes)
             ]
-        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="tokenise")
-        self._processes = [EncoderProcess(path) for _ in range(_AT_ONCE)]
-        #: The processes that have nothing to do; the one used last comes first.
-        self._free = self._processes.copy()
+        self._long = LongTexts(self._raw, Cuts(self._raw, parts), path)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenArray:
         """Returns int32 [tokens]. `add_special_tokens` runs tokenizer.json's post-processor."""
-        return ids_of(self._raw, text, add_special_tokens=add_special_tokens)
+        return ids_of(self._raw, [text], add_special_tokens=add_special_tokens)[0]
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool) -> TokenArray:
-        """Works as `encode`, and does not block the event loop by a long text."""
+    async def encode_async(
+        self, text: str, *, add_special_tokens: bool, salt: str = ""
+    ) -> TokenArray:
+        """Works as `encode`, and does not block the event loop by a long text.
+
+        Of a long text, only pieces are tokenised that no earlier one of this salt had.
+        """
         if len(text) <= INLINE_CHARACTERS:
             return self.encode(text, add_special_tokens=add_special_tokens)
-        encode = self.encode if len(text) <= THREAD_CHARACTERS else self._encode_beside
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads, lambda: encode(text, add_special_tokens=add_special_tokens)
-        )
-
-    def _encode_beside(self, text: str, *, add_special_tokens: bool) -> TokenArray:
-        """Works as `encode`, in a process; here if the process dies. As many threads call this as
-        there are processes.
-        """
-        process = self._free.pop()
-        try:
-            return process.encode(text, add_special_tokens=add_special_tokens)
-        except OSError as error:
-            log.warning("tokenises %d characters in the proxy: %s", len(text), error)
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        finally:
-            self._free.append(process)
+        return await self._long.encode(text, add_special_tokens=add_special_tokens, salt=salt)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Returns the text of a whole sequence."""
@@ -145,9 +124,7 @@ class Tokenizer:
         return token.replace("\u2581", " ").encode()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
-            process.close()
+        self._long.close()
 
     def _byte_level(self, token_id: int) -> bytes:
         token = self._raw.id_to_token(token_id)

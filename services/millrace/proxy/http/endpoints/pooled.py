@@ -47,7 +47,9 @@ class PooledEndpoint:
         asked = model.pooled.read(self._path, body)
         arrival = self._entry.stated(scope, arrival, asked.options)
         prompts = await model.prompts.read_texts(
-            asked.texts, add_special_tokens=asked.add_special_tokens
+            asked.texts,
+            add_special_tokens=asked.add_special_tokens,
+            salt=asked.options.cache_salt,
         )
         prompts = await runs.prepared(prompts, asked.options)
         builder = model.builder(chat=False)
