@@ -92,7 +92,7 @@ class ResponseReply(ItemReply):
         """Adds the last event of a response that has failed."""
         self.status = "failed"
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        self._head |= {"error": {"code": code, "message": error.message}}
+        self._head |= {"error": {"code": code, "message": error.message}, **_ended_now()}
         if not self.events:
             self.begin()
         self._emit_state("failed")
@@ -105,8 +105,6 @@ class ResponseReply(ItemReply):
             document["usage"] = usage(self.progress.usage())
             document["incomplete_details"] = dict(_ENDS.values()).get(self.status)
             document |= self.progress.extra()
-        if ended or self.status == "failed":
-            document["completed_at"] = int(time.time())
         return document
 
     def _open(self) -> None:
@@ -121,6 +119,7 @@ class ResponseReply(ItemReply):
     def _end(self, choice: Choice) -> None:
         self.status, _ = _ENDS.get(choice.finish_reason or "", ("completed", None))
         self._items.end(self.status)
+        self._head |= _ended_now()
 
     def _emit_state(self, state: str) -> None:
         if self._streams:
@@ -131,6 +130,10 @@ class ResponseReply(ItemReply):
             event = event_of(kind, len(self.events), **fields)
             self.events.append(event)
             self._out.append(event)
+
+
+def _ended_now() -> Json:
+    return {"completed_at": int(time.time())}
 
 
 def usage(counted: Usage) -> Json:

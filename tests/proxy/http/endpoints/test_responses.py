@@ -6,12 +6,15 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from hashlib import sha256
+from itertools import count
+from types import SimpleNamespace
 
 import openai
 import orjson
 import pytest
 
 from millrace.core.config import StoreConfig, TenantConfig, load_config
+from millrace.proxy.reply import response
 from millrace.state.documents import Change
 from millrace.state.open import open_documents
 from support.deadlines import HANG_S
@@ -88,6 +91,16 @@ async def test_stream_has_every_event_once_and_in_order(stack):
     assert events[-1].response.usage.output_tokens == 8
     stored = await stack.client.responses.retrieve(events[0].response.id)
     assert stored == events[-1].response
+
+
+async def test_a_response_has_ended_once(stack, monkeypatch):
+    """Its last event and what is stored say the same time."""
+    monkeypatch.setattr(response, "time", SimpleNamespace(time=count(1000).__next__))
+    stream = await stack.client.responses.create(model=MODEL, input="hi", stream=True)
+    *_, last = [event async for event in stream]
+    stored = await stack.client.responses.retrieve(last.response.id)
+    assert (last.type, stored.completed_at) == ("response.completed", 1000)
+    assert stored == last.response
 
 
 async def test_the_clients_own_stream_helper_gathers_the_response(stack):
