@@ -8,6 +8,7 @@ from typing import Any
 
 from millrace.grammar.reasoning import HARMONY, MARKERS, OPENED_MESSAGE
 from millrace.proxy.parsing.combined import Combined
+from millrace.proxy.parsing.custom_input import WholeInput
 from millrace.proxy.parsing.events import Parser
 from millrace.proxy.parsing.harmony import HARMONY_TOKENS, Harmony
 from millrace.proxy.parsing.held_calls import HeldCalls, PythonList, XmlCall
@@ -95,17 +96,18 @@ class Parsers:
         prompt_end: str,
         *,
         forced: bool = False,
+        alone: str = "",
         reasons: bool = True,
     ) -> Parser | None:
         """Returns the parser of one answer; None if all of the text is content.
 
         `schemas` holds the parameters of the offered functions; None: no calls are wanted.
         `prompt_end` is the end of the prompt's text, which may open the reasoning. `forced`: a
-        constraint forces calls, so the answer has not the family's form. `reasons`: the answer may
-        begin with reasoning.
+        constraint forces calls, so the answer has not the family's form: it is the input of the
+        custom tool `alone`, or calls. `reasons`: the answer may begin with reasoning.
         """
         if forced:
-            calls = JsonCalls(FORCED, schemas or {})
+            calls = WholeInput(alone) if alone else JsonCalls(FORCED, schemas or {})
             return self._after_reasoning(calls, prompt_end) if reasons else calls
         if self.harmony:
             return Harmony(calls=schemas is not None)

@@ -106,13 +106,14 @@ class Builder:
         self, prompt: EnginePrompt, options: Options, response_id: str
     ) -> list[ParsedAnswer]:
         """Returns the parser of every choice of a chat; none if all of the text is content."""
-        schemas = None if options.tools is None else options.tools.schemas
-        forced = options.tools is not None and options.tools.constraint is not None
+        tools = options.tools
+        schemas, alone = (None, "") if tools is None else (tools.schemas, tools.alone)
+        forced = tools is not None and tools.constraint is not None
         # A constrained answer without a budget begins at once, even if the prompt opens reasoning.
         reasons = options.sampling.constraint is None or options.reasoning_tokens >= 0
         end = prompt.end if reasons else ""
         made = (
-            self._parsers.make(schemas, end, forced=forced, reasons=reasons)
+            self._parsers.make(schemas, end, forced=forced, alone=alone, reasons=reasons)
             for _ in range(options.choices)
         )
         length = self._parsers.call_id_length

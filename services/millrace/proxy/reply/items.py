@@ -46,7 +46,8 @@ class MakeItems(Protocol):
 
     def text(self, index: int, kind: TextKind) -> Item: ...
 
-    def call(self, index: int, call_id: str, name: str) -> Item: ...
+    def call(self, index: int, call_id: str, name: str, *, custom: bool) -> Item:
+        """Makes the call of a function, or of a custom tool: its text is free."""
 
 
 class OutputItems:
@@ -89,10 +90,12 @@ class OutputItems:
     def _take(self, deltas: list[Json]) -> None:
         for delta in deltas:
             for call in delta.get("tool_calls", ()):
+                custom = "custom" in call
+                called = call["custom" if custom else "function"]
                 if "id" in call:
-                    name = call["function"]["name"]
-                    self._open(self._make.call(len(self._items), call["id"], name))
-                self._grow(call["function"]["arguments"])
+                    at, name = len(self._items), called["name"]
+                    self._open(self._make.call(at, call["id"], name, custom=custom))
+                self._grow(called["input" if custom else "arguments"])
             for name, kind in _TEXTS:
                 if text := delta.get(name):
                     if not (self._items and self._items[-1].kind == kind):

@@ -16,7 +16,8 @@ class MessageBlocks:
     def text(self, index: int, kind: TextKind) -> Item:
         return _TextBlock(index, kind)
 
-    def call(self, index: int, call_id: str, name: str) -> Item:
+    def call(self, index: int, call_id: str, name: str, *, custom: bool) -> Item:
+        assert not custom, "clients of this API offer functions only"
         return _ToolUseBlock(index, call_id, name)
 
 

@@ -6,6 +6,7 @@ import string
 from hashlib import sha256
 from typing import Any
 
+from millrace.proxy.parsing.custom_input import InputReader
 from millrace.proxy.parsing.events import (
     Arguments,
     CallStarted,
@@ -36,6 +37,8 @@ class ParsedAnswer:
         self._legacy = tools is not None and tools.legacy
         self._parallel = tools is None or tools.parallel
         self._allowed = None if tools is None else tools.allowed
+        self._custom = frozenset[str]() if tools is None else tools.custom
+        self._input: InputReader | None = None  # of the last call, if its tool is custom
         self._id_length = id_length
         self._calls = 0  # that are shown
         self._shows = False  # the last call
@@ -63,6 +66,8 @@ class ParsedAnswer:
             for call in delta.get("tool_calls", ()):
                 if "id" in call:
                     calls.append({k: v for k, v in call.items() if k != "index"})
+                elif "custom" in call:
+                    calls[-1]["custom"]["input"] += call["custom"]["input"]
                 else:
                     calls[-1]["function"]["arguments"] += call["function"]["arguments"]
             if called := delta.get("function_call"):
@@ -96,18 +101,28 @@ class ParsedAnswer:
         allowed = self._allowed is None or name in self._allowed
         return allowed and (self._parallel or self._calls == 0)
 
-    def _call_delta(self, event: CallStarted | Arguments) -> Json:
+    def _call_delta(self, event: CallStarted | Arguments) -> Json | None:
+        called, starts = self._called(event), isinstance(event, CallStarted)
+        if called is None:
+            return None
+        if self._legacy:
+            return {"function_call": called}
+        kind = "function" if self._input is None else "custom"
+        call: Json = {"index": self._calls - 1, kind: called}
+        if starts:
+            call |= {"id": self._new_id(), "type": kind}
+        return {"tool_calls": [call]}
+
+    def _called(self, event: CallStarted | Arguments) -> Json | None:
+        """Returns what an event adds to its call; None if that is nothing yet."""
         if isinstance(event, CallStarted):
             self._calls += 1
-            function = {"name": event.name, "arguments": ""}
-        else:
-            function = {"arguments": event.text}
-        if self._legacy:
-            return {"function_call": function}
-        call: Json = {"index": self._calls - 1, "function": function}
-        if isinstance(event, CallStarted):
-            call |= {"id": self._new_id(), "type": "function"}
-        return {"tool_calls": [call]}
+            self._input = InputReader() if event.name in self._custom else None
+            return {"name": event.name, "arguments" if self._input is None else "input": ""}
+        if self._input is None:
+            return {"arguments": event.text}
+        text = self._input.read(event.text)
+        return {"input": text} if text else None
 
     def _new_id(self) -> str:
         digest = sha256(f"{self._name}/{self._calls}".encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from millrace.proxy.reply.items import Event, Item, Json, TextKind
 
@@ -14,8 +15,9 @@ class ResponseItems:
     def text(self, index: int, kind: TextKind) -> Item:
         return _TextItem(index, kind)
 
-    def call(self, index: int, call_id: str, name: str) -> Item:
-        return _CallItem(index, call_id, name)
+    def call(self, index: int, call_id: str, name: str, *, custom: bool) -> Item:
+        form = _CUSTOM if custom else _FUNCTION
+        return _CallItem(form, index, call_id, name)
 
 
 class _TextItem:
@@ -70,18 +72,32 @@ class _TextItem:
         return {"type": self.kind, "id": self._id, "status": status, **more, "content": parts}
 
 
+class _CallForm(NamedTuple):
+    """How the call of a function, or of a custom tool, is written. `text`: the field's name."""
+
+    kind: str
+    prefix: str
+    text: str
+    event: str
+
+
+_FUNCTION = _CallForm("function_call", "fc", "arguments", "function_call_arguments")
+_CUSTOM = _CallForm("custom_tool_call", "ctc", "input", "custom_tool_call_input")
+
+
 class _CallItem:
-    """The call of a function."""
+    """The call of a tool."""
 
-    __slots__ = ("_arguments", "_call_id", "_id", "_index", "_name", "kind")
+    __slots__ = ("_call_id", "_form", "_id", "_index", "_name", "_text", "kind")
 
-    def __init__(self, index: int, call_id: str, name: str) -> None:
-        self.kind = "function_call"
-        self._id = f"fc_{uuid.uuid4().hex}"
+    def __init__(self, form: _CallForm, index: int, call_id: str, name: str) -> None:
+        self.kind = form.kind
+        self._form = form
+        self._id = f"{form.prefix}_{uuid.uuid4().hex}"
         self._index = index
         self._call_id = call_id
         self._name = name
-        self._arguments: list[str] = []
+        self._text: list[str] = []
 
     def document(self, status: str) -> Json:
         return {
@@ -90,23 +106,25 @@ class _CallItem:
             "status": status,
             "call_id": self._call_id,
             "name": self._name,
-            "arguments": "".join(self._arguments),
+            self._form.text: "".join(self._text),
         }
 
     def opened(self) -> list[Event]:
         return [_added(self._index, self.document("in_progress"))]
 
     def grow(self, text: str, logprobs: Sequence[Json]) -> Event:
-        self._arguments.append(text)
+        self._text.append(text)
         return self._event("delta", delta=text)
 
     def closed(self, status: str) -> list[Event]:
-        done = self._event("done", name=self._name, arguments="".join(self._arguments))
+        text = {self._form.text: "".join(self._text)}
+        named = {"name": self._name} if self._form is _FUNCTION else {}
+        done = self._event("done", **named, **text)
         return [done, _done(self._index, self.document(status))]
 
     def _event(self, end: str, **fields: object) -> Event:
         of_item = {"item_id": self._id, "output_index": self._index}
-        return f"response.function_call_arguments.{end}", {**of_item, **fields}
+        return f"response.{self._form.event}.{end}", {**of_item, **fields}
 
 
 def _added(index: int, item: Json) -> Event:

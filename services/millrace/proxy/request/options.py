@@ -17,7 +17,7 @@ from millrace.core.request_spec import Constraint
 from millrace.proxy.errors import bad_field
 from millrace.proxy.request.beams import read_length_penalty
 from millrace.proxy.request.models.constraints import read_constraint
-from millrace.proxy.request.models.tools import ToolOptions, read_tools
+from millrace.proxy.request.tools import ToolOptions, read_tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

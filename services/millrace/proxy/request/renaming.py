@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from millrace.proxy.errors import ApiError
 
-#: The other APIs have no object `function` around a tool's fields.
-_TOOL = re.compile(r"(?<![^'])((?:tool_choice\.)?tools\[\d+\])\.function\b")
+#: The other APIs have no object `function` or `custom` around a tool's fields.
+_TOOL = re.compile(r"(?<![^'])((?:tool_choice\.)?tools\[\d+\])\.(?:function|custom)\b")
 
 
 class FieldNames:

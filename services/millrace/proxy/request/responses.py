@@ -40,11 +40,24 @@ RESPONSE_NAMES = FieldNames(
         "response_format.json_schema": "text.format",
         "response_format": "text.format",
         "tool_choice.allowed_tools": "tool_choice",
+        "tool_choice.custom": "tool_choice",
         "tool_choice.function": "tool_choice",
     }
 )
 
 _ROLES = {"developer": "system"}
+#: The items of calls: the type of the tool, and the field with the text that it gets.
+_CALLS = {"function_call": ("function", "arguments"), "custom_tool_call": ("custom", "input")}
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+#: How the ids of items begin, by their type.
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +147,9 @@ def _check_outputs(history: Sequence[Json], items: Sequence[Json]) -> None:
     """Raises ApiError if an output answers no call before it."""
     called = _call_ids(history)
     for i, item in enumerate(items):
-        if item["type"] == "function_call":
+        if item["type"] in _CALLS:
             called.add(item["call_id"])
-        elif item["type"] == "function_call_output" and item["call_id"] not in called:
+        elif item["type"] in _OUTPUTS and item["call_id"] not in called:
             wrong = f"answers no call of an earlier item: {shown(item['call_id'])}."
             raise bad_field(f"input[{i}].call_id", wrong)
 
@@ -167,8 +180,11 @@ def _as_choice(choice: str | Mapping[str, Any]) -> str | Json:
 
 def _as_tool(tool: Mapping[str, Any]) -> Json:
     """Returns a tool, or its name, in the form of a chat."""
-    kind = tool["type"]
-    return {"type": kind, kind: {k: v for k, v in tool.items() if k != "type"}}
+    kind, fields = tool["type"], {k: v for k, v in tool.items() if k != "type"}
+    if (form := fields.get("format")) and form["type"] == "grammar":
+        grammar = {name: form[name] for name in ("syntax", "definition")}
+        fields["format"] = {"type": "grammar", "grammar": grammar}
+    return {"type": kind, kind: fields}
 
 
 def _response_format(given: Mapping[str, Any] | None) -> Json:
@@ -193,9 +209,9 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Json]:
         if kind == "message":
             role = _ROLES.get(item["role"], item["role"])
             messages.append({"role": role, "content": _content(item["content"])})
-        elif kind == "function_call":
+        elif kind in _CALLS:
             _add_call(messages, item)
-        elif kind == "function_call_output":
+        elif kind in _OUTPUTS:
             content = _content(item["output"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
     return messages
@@ -203,11 +219,9 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Json]:
 
 def _add_call(messages: list[Json], item: Mapping[str, Any]) -> None:
     """Adds a call to the assistant's message before it, or to a new message."""
-    call = {
-        "id": item["call_id"],
-        "type": "function",
-        "function": {"name": item["name"], "arguments": item["arguments"]},
-    }
+    kind, text = _CALLS[item["type"]]
+    called = {"name": item["name"], text: item[text]}
+    call = {"id": item["call_id"], "type": kind, kind: called}
     if not (messages and messages[-1]["role"] == "assistant"):
         messages.append({"role": "assistant", "content": ""})
     messages[-1].setdefault("tool_calls", []).append(call)
@@ -231,6 +245,5 @@ def _shown(item: Mapping[str, Any]) -> Json:
             if part["type"] == "output_text":
                 part.setdefault("annotations", [])
         shown.setdefault("status", "completed")
-    prefix = {"message": "msg", "function_call": "fc", "reasoning": "rs"}.get(shown["type"], "fco")
-    shown.setdefault("id", f"{prefix}_{uuid.uuid4().hex}")
+    shown.setdefault("id", f"{_PREFIXES[shown['type']]}_{uuid.uuid4().hex}")
     return shown

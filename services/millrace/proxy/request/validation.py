@@ -20,9 +20,9 @@ from millrace.proxy.request.models.generation import (
     TokenizeBody,
 )
 from millrace.proxy.request.models.responses import ResponseBody
-from millrace.proxy.request.models.tools import ToolOptions, read_history
 from millrace.proxy.request.options import Limits, Options, read_options
 from millrace.proxy.request.reading import read_body
+from millrace.proxy.request.tools import ToolOptions, read_history
 
 _MAX_STOP_IDS = 1024
 _MAX_ALLOWED_IDS = 16384

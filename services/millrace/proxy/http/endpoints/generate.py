@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from millrace.core.config import Config
+from millrace.core.request_spec import Constraint
 from millrace.grammar.source import GrammarError
 from millrace.proxy.background import Background
 from millrace.proxy.batches.service import Batches
@@ -154,15 +155,22 @@ class Runs:
         self._most_open = most_open
 
     async def check_constraint(self, options: Options) -> None:
-        """Compiles the constraint, on a thread. Raises ApiError with the reason if it can't be."""
-        constraint = options.sampling.constraint
-        if constraint is None:
-            return
+        """Compiles the constraint and the grammars of tools, on a thread.
+
+        Raises ApiError with the reason if one can't be compiled.
+        """
+        if options.tools is not None:
+            for field, grammar in options.tools.grammars:
+                await self._compile(field, grammar)
+        if options.sampling.constraint is not None:
+            await self._compile(options.constraint_field, options.sampling.constraint)
+
+    async def _compile(self, field: str, constraint: Constraint) -> None:
         try:
             await asyncio.shield(asyncio.wrap_future(self._model.grammars.prepare(constraint)))
         except GrammarError as error:
             reason = str(error)[:_MOST_REASON]
-            raise bad_field(options.constraint_field, f"can't be compiled: {reason}") from error
+            raise bad_field(field, f"can't be compiled: {reason}") from error
 
     async def prepared(
         self, prompts: Sequence[EnginePrompt], options: Options

@@ -211,8 +211,23 @@ class CalledFunction(TypedDict):
     arguments: str
 
 
+class CalledCustomTool(TypedDict):
+    """The name of a called custom tool, and its input."""
+
+    name: str
+    input: str
+
+
+class AnsweredCustomCall(TypedDict):
+    """A call of a custom tool by the assistant."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CalledCustomTool
+
+
 class AnsweredToolCall(TypedDict):
-    """A tool call of the assistant."""
+    """A call of a function by the assistant."""
 
     id: str
     type: Literal["function"]
@@ -227,7 +242,7 @@ class AssistantMessage(TypedDict):
     refusal: None
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]
-    tool_calls: NotRequired[list[AnsweredToolCall]]
+    tool_calls: NotRequired[list[AnsweredToolCall | AnsweredCustomCall]]
     function_call: NotRequired[CalledFunction]
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from millrace.proxy.request.models.constraints import StructuredOutputs
+from millrace.proxy.request.models.custom_tools import ToolName
 from millrace.proxy.request.models.fields import (
     STRICT,
     AnyObject,
@@ -20,7 +21,7 @@ from millrace.proxy.request.models.fields import (
     text_or_array,
 )
 from millrace.proxy.request.models.sampling import SamplingFields, Stops
-from millrace.proxy.request.models.tools import FunctionName, Parameters
+from millrace.proxy.request.models.tools import Parameters
 
 _NOT_BUILT = "not built"
 _BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -130,7 +131,7 @@ class ClientTool(TypedDict, total=False):
     """A tool of the client, which the assistant may call."""
 
     type: Annotated[str, OneOf("custom", why=" Tools that the server runs are not built.")] | None
-    name: Required[FunctionName]
+    name: Required[ToolName]
     description: str | None
     input_schema: Required[Parameters]
     strict: Annotated[
@@ -148,7 +149,7 @@ class ClientToolChoice(TypedDict, total=False):
     """The choice between the tools. `name` goes with the type tool, and only there."""
 
     type: Required[Annotated[str, OneOf("auto", "any", "tool", "none")]]
-    name: FunctionName | None
+    name: ToolName | None
     disable_parallel_tool_use: bool | None
 
 

@@ -199,6 +199,19 @@ def of_types(
     return BeforeValidator(check)
 
 
+def one_of_types(what: str, default: str | None = None, **types: object) -> object:
+    """Returns a type: an object of one of `types`, by its field `type`, or else of `default`."""
+
+    def kind(value: object) -> str | None:
+        return str(value.get("type", default)) if isinstance(value, dict) else None
+
+    return Annotated[
+        Any,
+        OneType(kind, "an object", tagged_by="type", **types),
+        of_types(tuple(types), what, default, code="invalid_value"),
+    ]
+
+
 class OneOf:
     """Limits a string to fixed choices. `why` explains in the error why others are refused."""
 

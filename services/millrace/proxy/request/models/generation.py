@@ -130,7 +130,7 @@ class ChatBody(GenerateBody, total=False):
         Annotated[str, Field(max_length=32)] | None,
         Field(description="Passed to the chat template."),
     ]
-    tools: Annotated[Tools | None, Field(description="Functions that the assistant may call.")]
+    tools: Annotated[Tools | None, Field(description="Tools that the assistant may call.")]
     tool_choice: Annotated[Choice | None, Field(description=CHOICES)]
     parallel_tool_calls: Annotated[
         bool | None, Field(description="Default: true. False: only the first call is shown.")

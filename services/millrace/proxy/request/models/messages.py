@@ -77,13 +77,48 @@ class Function(TypedDict):
 
 
 @with_config(STRICT)
+class CalledCustom(TypedDict):
+    """The call of a custom tool."""
+
+    name: str
+    input: str
+
+
+def _call_of(kind: str, other: str, of_type: dict[str, Any]) -> dict[str, Any]:
+    """Returns the JSON schema of the rule that a call of one kind has the field `kind` alone."""
+    fields = {"type": of_type, kind: {"type": "object"}, other: {"type": "null"}}
+    return {"required": [kind], "properties": fields}
+
+
+#: The JSON schema of the rules that `_read_call` checks.
+_CALL_RULES: dict[str, Any] = {
+    "anyOf": [
+        {"required": ["type"], "allOf": [_call_of("custom", "function", {"const": "custom"})]},
+        _call_of("function", "custom", {"not": {"const": "custom"}}),
+    ]
+}
+
+
+@with_config(ConfigDict(**STRICT, json_schema_extra=_CALL_RULES))
 class ToolCall(TypedDict):
     """A tool call of the assistant."""
 
     id: NotRequired[str | None]
     type: NotRequired[str | None]
     index: NotRequired[Ignored[Annotated[int, Within(0, 2**31 - 1)]]]
-    function: Annotated[Function, WrapValidator(_as_sent)]
+    function: NotRequired[Annotated[Function, WrapValidator(_as_sent)] | None]
+    custom: NotRequired[CalledCustom | None]
+
+
+def _read_call(value: Any, check: ValidatorFunctionWrapHandler) -> dict[str, Any]:  # noqa: ANN401
+    call = _as_sent(value, check)
+    kind, other = ("custom", "function") if call.get("type") == "custom" else ("function", "custom")
+    if other in call:
+        wrong = PydanticCustomError("invalid_value", f"is not allowed in a call of a {kind} tool.")
+        raise wrong_field(other, wrong, value)
+    if kind not in call:
+        raise wrong_field(kind, "missing", value)
+    return call
 
 
 def _check_type(part: object) -> object:
@@ -152,7 +187,8 @@ class Message(TypedDict):
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
     tool_calls: NotRequired[
-        Annotated[list[Annotated[ToolCall, WrapValidator(_as_sent)]], Field(fail_fast=True)] | None
+        Annotated[list[Annotated[ToolCall, WrapValidator(_read_call)]], Field(fail_fast=True)]
+        | None
     ]
     tool_call_id: NotRequired[str | None]
     function_call: NotRequired[Annotated[Function, WrapValidator(_as_sent)] | None]

@@ -30,7 +30,14 @@ _NOT_BUILT = "not built"
 _Text = Annotated[str, Field(min_length=1)]
 
 _PART_TYPES = ("input_text", "output_text", "text", "refusal")
-_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+_ITEM_TYPES = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+)
 #: The value of `include` that shows log probabilities.
 LOGPROBS = "message.output_text.logprobs"
 #: Those that OpenAI's API knows. Answers have nothing of what the others show: they change nothing.
@@ -133,6 +140,35 @@ class CallOutputItem(TypedDict):
 
 
 @with_config(STRICT)
+class CustomCallItem(TypedDict):
+    """A call of a custom tool by the assistant."""
+
+    type: Literal["custom_tool_call"]
+    call_id: _Text
+    name: _Text
+    input: str
+    id: NotRequired[str | None]
+    status: NotRequired[str | None]
+    caller: NotRequired[Ignored[_Direct]]
+    created_by: NotRequired[Ignored[str]]
+    namespace: NotRequired[Annotated[Any, Unsupported(why=_NOT_BUILT)]]
+
+
+@with_config(STRICT)
+class CustomOutputItem(TypedDict):
+    """The output of a called custom tool."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: _Text
+    output: _Content
+    id: NotRequired[str | None]
+    status: NotRequired[str | None]
+    caller: NotRequired[Ignored[_Direct]]
+    created_by: NotRequired[Ignored[str]]
+    name: NotRequired[Ignored[str]]
+
+
+@with_config(STRICT)
 class ReasoningItem(TypedDict):
     """The reasoning of an earlier answer. Chat templates do not show it again."""
 
@@ -166,6 +202,8 @@ _Item = Annotated[
         message=MessageItem,
         function_call=CallItem,
         function_call_output=CallOutputItem,
+        custom_tool_call=CustomCallItem,
+        custom_tool_call_output=CustomOutputItem,
         reasoning=ReasoningItem,
     ),
     of_types(_ITEM_TYPES, "the type of an item", "message"),
@@ -269,9 +307,7 @@ class ResponseBody(SamplingFields, total=False):
         Field(description=f"`{LOGPROBS}`: log probabilities. Others show what no answer has."),
     ]
     text: Annotated[TextOptions | None, Field(description="`format`: JSON, or JSON of a schema.")]
-    tools: Annotated[
-        ResponseTools | None, Field(description="Functions that the assistant may call.")
-    ]
+    tools: Annotated[ResponseTools | None, Field(description="Tools that the assistant may call.")]
     tool_choice: Annotated[ResponseChoice | None, Field(description=CHOICES)]
     parallel_tool_calls: Annotated[
         bool | None, Field(description="Default: true. False: only the first call is shown.")
