@@ -12,7 +12,8 @@ import orjson
 
 from millrace.proxy.errors import ApiError, bad_field, reachable, shown
 from millrace.proxy.reply.response import ResponseReply, event_of
-from millrace.proxy.request.responses import ResponseRequest, messages_of
+from millrace.proxy.request.item_ids import response_of
+from millrace.proxy.request.responses import REFERENCE, ResponseRequest, messages_of
 from millrace.state.documents import Change, Document, DocumentStore
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ Json = dict[str, Any]
 
 #: Without a change for this long, a background response counts as lost with its replica.
 LEASE_S = 15.0
+#: The most references of an input: each may need a response of its own.
+_MOST_REFERENCES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +147,42 @@ class StoredResponses:
         if found.body["status"] not in ("completed", "incomplete"):
             raise bad_field(name, f"the response is {found.body['status']}, and has no output.")
         return found.conversation
+
+    async def referenced(self, items: list[Json], tenant: str) -> list[Json]:
+        """Returns the items of an input with the stored items in the place of references.
+
+        Raises ApiError (404) naming a reference to an item that the tenant has not stored.
+        """
+        references = [item["id"] for item in items if item["type"] == REFERENCE]
+        if not references:
+            return items
+        if len(references) > _MOST_REFERENCES:
+            wrong = f"has {len(references)} references; at most {_MOST_REFERENCES} are allowed."
+            raise bad_field("input", wrong)
+        stored: dict[str, Json] = {}
+        for response_id in dict.fromkeys(map(response_of, references)):
+            if response_id is not None:
+                stored |= await self._items(response_id, tenant)
+        found = []
+        for place, item in enumerate(items):
+            if item["type"] == REFERENCE and item["id"] not in stored:
+                message = (
+                    f"Item with id {shown(item['id'])} not found: no stored response of this key "
+                    "has it."
+                )
+                raise ApiError(404, message, param=f"input[{place}].id", code="item_not_found")
+            found.append(stored[item["id"]] if item["type"] == REFERENCE else item)
+        return found
+
+    async def _items(self, response_id: str, tenant: str) -> dict[str, Json]:
+        """Returns the items of a response by their ids; none without such a response."""
+        try:
+            found = await self.find(response_id, tenant)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return {}
+        return {item["id"]: item for item in (*found.source.items, *found.body["output"])}
 
     async def close(self) -> None:
         await self._documents.close()

@@ -59,7 +59,7 @@ class ResponseReply(ItemReply):
 
         `answer` as in `ItemReply`. `tokenizer` writes the tokens of log probabilities.
         """
-        super().__init__(answer, ResponseItems(), progress)
+        super().__init__(answer, ResponseItems(head["id"]), progress)
         self._head = head
         self._streams = streams
         self._tokenizer = tokenizer

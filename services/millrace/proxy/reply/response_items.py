@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from millrace.proxy.reply.items import Event, Item, Json, TextKind
+from millrace.proxy.request.item_ids import output_item_id
 
 
 class ResponseItems:
     """Makes the items of a response."""
 
+    def __init__(self, response_id: str) -> None:
+        self._response_id = response_id
+
     def text(self, index: int, kind: TextKind) -> Item:
-        return _TextItem(index, kind)
+        return _TextItem(output_item_id(kind, self._response_id, index), index, kind)
 
     def call(self, index: int, call_id: str, name: str, *, custom: bool) -> Item:
         form = _CUSTOM if custom else _FUNCTION
-        return _CallItem(form, index, call_id, name)
+        item_id = output_item_id(form.kind, self._response_id, index)
+        return _CallItem(form, item_id, index, call_id, name)
 
 
 class _TextItem:
@@ -25,11 +29,11 @@ class _TextItem:
 
     __slots__ = ("_id", "_index", "_logprobs", "_name", "_text", "kind")
 
-    def __init__(self, index: int, kind: TextKind) -> None:
+    def __init__(self, item_id: str, index: int, kind: TextKind) -> None:
         self.kind: str = kind
         self._index = index
         self._name = "output_text" if kind == "message" else "reasoning_text"
-        self._id = f"{'msg' if kind == 'message' else 'rs'}_{uuid.uuid4().hex}"
+        self._id = item_id
         self._text: list[str] = []
         self._logprobs: list[Json] = []
 
@@ -76,13 +80,12 @@ class _CallForm(NamedTuple):
     """How the call of a function, or of a custom tool, is written. `text`: the field's name."""
 
     kind: str
-    prefix: str
     text: str
     event: str
 
 
-_FUNCTION = _CallForm("function_call", "fc", "arguments", "function_call_arguments")
-_CUSTOM = _CallForm("custom_tool_call", "ctc", "input", "custom_tool_call_input")
+_FUNCTION = _CallForm("function_call", "arguments", "function_call_arguments")
+_CUSTOM = _CallForm("custom_tool_call", "input", "custom_tool_call_input")
 
 
 class _CallItem:
@@ -90,10 +93,10 @@ class _CallItem:
 
     __slots__ = ("_call_id", "_form", "_id", "_index", "_name", "_text", "kind")
 
-    def __init__(self, form: _CallForm, index: int, call_id: str, name: str) -> None:
+    def __init__(self, form: _CallForm, item_id: str, index: int, call_id: str, name: str) -> None:
         self.kind = form.kind
         self._form = form
-        self._id = f"{form.prefix}_{uuid.uuid4().hex}"
+        self._id = item_id
         self._index = index
         self._call_id = call_id
         self._name = name

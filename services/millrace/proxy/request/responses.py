@@ -6,12 +6,12 @@ Both APIs have one generation path: the fields of a response have the names and 
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from millrace.proxy.errors import bad_field, shown
+from millrace.proxy.request.item_ids import input_item_id
 from millrace.proxy.request.models.responses import LOGPROBS
 from millrace.proxy.request.models.sampling import SamplingFields
 from millrace.proxy.request.reading import read_body, write_body
@@ -49,20 +49,16 @@ _ROLES = {"developer": "system"}
 #: The items of calls: the type of the tool, and the field with the text that it gets.
 _CALLS = {"function_call": ("function", "arguments"), "custom_tool_call": ("custom", "input")}
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
-#: How the ids of items begin, by their type.
-_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco",
-}
+#: The type of an item that stands for an item of a stored response.
+REFERENCE = "item_reference"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRequest:
-    """A checked request. `items` are the input as the API shows it; `fields` all checked fields."""
+    """A checked request. `items` are the input as the API shows it; `fields` all checked fields.
+
+    References among the items have to be replaced before the request is read as a chat.
+    """
 
     fields: Json
     items: list[Json]
@@ -93,8 +89,11 @@ class ResponseRequest:
         return self.fields.get("truncation") == "auto"
 
 
-def read_response(bodies: Bodies, body: bytes) -> ResponseRequest:
-    """Checks the body. Raises ApiError naming the field."""
+def read_response(bodies: Bodies, body: bytes, response_id: str) -> ResponseRequest:
+    """Checks the body of a request for the response `response_id`.
+
+    Raises ApiError naming the field.
+    """
     fields = read_body(bodies.types.response, body)
     if fields.get("background") and not fields.get("store", True):
         raise bad_field("background", "needs 'store' to be true.")
@@ -103,7 +102,8 @@ def read_response(bodies: Bodies, body: bytes) -> ResponseRequest:
     given = fields["input"]
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    return ResponseRequest(fields=fields, items=[_shown(item) for item in given])
+    items = [_shown(item, response_id, place) for place, item in enumerate(given)]
+    return ResponseRequest(fields=fields, items=items)
 
 
 def read_as_chat(
@@ -233,10 +233,10 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(part.get("text") or part.get("refusal", "") for part in content)
 
 
-def _shown(item: Mapping[str, Any]) -> Json:
+def _shown(item: Mapping[str, Any], response_id: str, place: int) -> Json:
     """Returns an item as `input_items` shows it: with type and id, and content as parts."""
     shown = {name: value for name, value in item.items() if value is not None}
-    shown.setdefault("type", "message")
+    shown.setdefault("type", "message" if "role" in shown else REFERENCE)
     if shown["type"] == "message":
         if isinstance(shown["content"], str):
             kind = "output_text" if shown["role"] == "assistant" else "input_text"
@@ -245,5 +245,6 @@ def _shown(item: Mapping[str, Any]) -> Json:
             if part["type"] == "output_text":
                 part.setdefault("annotations", [])
         shown.setdefault("status", "completed")
-    shown.setdefault("id", f"{_PREFIXES[shown['type']]}_{uuid.uuid4().hex}")
+    if "id" not in shown:
+        shown["id"] = input_item_id(shown["type"], response_id, place)
     return shown

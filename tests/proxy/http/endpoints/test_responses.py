@@ -223,7 +223,7 @@ async def test_truncation_drops_the_oldest_messages(stack):
             "unsupported_content_type",
         ),
         (
-            {"input": [{"type": "item_reference", "id": "x"}]},
+            {"input": [{"type": "web_search_call", "id": "x"}]},
             "input[0].type",
             "unsupported_content_type",
         ),

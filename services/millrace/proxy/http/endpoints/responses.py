@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.proxy.errors import ApiError, bad_field, shown
@@ -18,6 +17,7 @@ from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival
 from millrace.proxy.reply.response import ResponseReply, ends_stream, head
+from millrace.proxy.request.item_ids import new_response_id
 from millrace.proxy.request.options import Options
 from millrace.proxy.request.responses import (
     RESPONSE_NAMES,
@@ -75,6 +75,7 @@ class _Creation:
         self._services = services
         self._model = model
         self._arrival = arrival
+        self._response_id = new_response_id()
         self._runs = Runs(services, model)
         self._builder = model.builder(chat=True)
 
@@ -100,7 +101,9 @@ class _Creation:
         return await self._runs.send_whole(reply, client, arrival, settle)
 
     async def _read(self, body: bytes, tenant: str) -> _Asked:
-        request = read_response(self._model.bodies, body)
+        request = read_response(self._model.bodies, body, self._response_id)
+        items = await self._services.responses.referenced(request.items, tenant)
+        request = replace(request, items=items)
         history: list[Json] = []
         if request.previous is not None:
             history = await self._services.responses.history(request.previous, tenant)
@@ -141,7 +144,7 @@ class _Creation:
 
     def _reply(self, asked: _Asked, arrival: Arrival) -> ResponseReply:
         """Returns the reply with its request, ready to be submitted."""
-        response_id = f"resp_{uuid.uuid4().hex}"
+        response_id = self._response_id
         sampling, request = asked.options.sampling, asked.request
         fields = head(
             response_id,

@@ -37,6 +37,7 @@ _ITEM_TYPES = (
     "custom_tool_call",
     "custom_tool_call_output",
     "reasoning",
+    "item_reference",
 )
 #: The value of `include` that shows log probabilities.
 LOGPROBS = "message.output_text.logprobs"
@@ -180,8 +181,18 @@ class ReasoningItem(TypedDict):
     status: NotRequired[str | None]
 
 
+@with_config(STRICT)
+class ItemReference(TypedDict):
+    """Stands for an item of a stored response, of its input or its output."""
+
+    id: _Text
+    type: NotRequired[Literal["item_reference"]]
+
+
 def _kind_of_item(item: object) -> str | None:
-    return str(item.get("type", "message")) if isinstance(item, dict) else None
+    if not isinstance(item, dict):
+        return None
+    return str(item.get("type", "item_reference" if item.keys() == {"id"} else "message"))
 
 
 def _without_nulls(item: object) -> object:
@@ -205,6 +216,7 @@ _Item = Annotated[
         custom_tool_call=CustomCallItem,
         custom_tool_call_output=CustomOutputItem,
         reasoning=ReasoningItem,
+        item_reference=ItemReference,
     ),
     of_types(_ITEM_TYPES, "the type of an item", "message"),
     BeforeValidator(_without_nulls),
