@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ def open_runner(
     num_pages: int = 64,
     page_tokens: int = 16,
     own_pools: bool = False,
-    **load: str,
+    **load: Any,
 ) -> ModelRunner:
     """A runner over memory that all ranks share, or over pools of their own."""
     model = load_ranks(group, folder, dtype=dtype, **load)

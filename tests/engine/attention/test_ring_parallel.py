@@ -15,6 +15,7 @@ from millrace.engine.forward.passes import Boundary
 from millrace.engine.model.communicator import Communicator
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.runner import Runner
+from millrace_kernels import determinism
 from support.deadlines import HANG_S
 from support.parallel import open_runner, split_folder
 from support.ring_group import Member, RingGroup, plan
@@ -85,6 +86,20 @@ def test_logits_and_kv_are_those_of_one_rank(
     kv = one.pool.storage[:, request.pages].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
     split = torch.cat(list(group.kv()), dim=2)  # the heads of all pools
     torch.testing.assert_close(split, kv[:, :, :, : len(tokens)], rtol=1e-4, atol=1e-4)
+
+
+def test_with_deterministic_kernels_a_ring_gives_the_bits_of_one_member(
+    groups: list[RankGroup],
+) -> None:
+    rng, folder, tokens = random.Random(5), split_folder("qwen3-moe-mixed"), prompt(700)
+    with determinism.switched(True):
+        runners = [open_runner(g, folder, num_pages=128, deterministic=True) for g in groups]
+        request = Request(runners[0], tokens)
+        logits = prefill(runners[0], request)
+        runners[0].pool.free(request.pages)
+        cuts = plan(rng, len(tokens), (1, 2))
+        group = RingGroup(runners, cuts, tokens, max_chunk_tokens=90, rng=rng)
+        assert torch.equal(group.run(), logits)
 
 
 def test_a_member_without_tokens_serves_the_ring(groups: list[RankGroup]) -> None:

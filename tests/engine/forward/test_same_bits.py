@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from millrace_kernels import cpu_backend, determinism
+from support.ring_group import RingGroup, plan
 from support.tiny_engine import Request, in_company, make_runner, prefill
 from support.tiny_models import model_folder, prompt
 
@@ -59,3 +60,27 @@ def test_chunks_over_several_spans_give_the_bits_of_one_prefill(kernels: None, d
         request = Request(runner, ids)
         assert torch.equal(prefill(runner, request, cuts), whole)
         runner.pool.free(request.pages)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kernels", "name"), CASES, indirect=["kernels"])
+def test_groups_give_the_bits_of_one_instance(kernels: None, name: str, dtype: str) -> None:
+    chance = random.Random(name)
+    runners = [
+        make_runner(model_folder(name), num_pages=300, dtype=dtype, deterministic=True)
+        for _ in range(4)
+    ]
+    for tokens, sizes in ((1100, (1, 2)), (1300, (2, 3)), (190, (4,))):
+        ids = prompt(tokens)
+        request = Request(runners[0], ids)
+        whole = prefill(runners[0], request)
+        runners[0].pool.free(request.pages)
+        group = RingGroup(
+            runners[: sizes[-1]],
+            plan(chance, tokens, sizes),
+            ids,
+            max_chunk_tokens=chance.choice((33, 160, 512)),
+            rng=chance,
+        )
+        assert torch.equal(group.run(), whole)
+        group.free()

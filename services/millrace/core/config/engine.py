@@ -48,8 +48,8 @@ class EngineConfig(Section):
     deterministic: str = setting(
         "off",
         one_of("on", "off"),
-        "a token gets the same logits, bit by bit, in any company and in any chunks of one "
-        "instance; on the CPU alone",
+        "a token gets the same logits, bit by bit, in any company, in any chunks, of one prefill "
+        "instance and of an SP group; on the CPU alone",
     )
     tensor_parallel: int = setting(
         1, within(1, 64), "ranks of an instance, which share each layer's heads and widths"

@@ -4,6 +4,9 @@ as Tetris section 4.1 uses it, on a zigzag).
 Each member of a group has some tokens of a pass and some K/V. A layer's K/V travels round in
 blocks: at step s a member attends to the block of the member s places before it, at step 0 to its
 own, and merges the partial results by their log-sum-exp. A `RingLink` moves the blocks.
+
+Where results are to have the same bits as without a group (`engine.deterministic`), a member
+gathers a layer's blocks in the order of the tokens and attends to all of them at once.
 """
 
 from __future__ import annotations
@@ -16,13 +19,17 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace.core.arithmetic import ceil_div
 from millrace.core.kv.layout import KvLayout
-from millrace.core.kv.sp_layout import ChunkShares, buffer_memory, buffer_of
+from millrace.core.kv.sp_layout import PAD, ChunkShares, buffer_memory, buffer_of
 from millrace_kernels import api as kernels
+from millrace_kernels import determinism
 from millrace_kernels.plan import AttentionPlan
+
+IntArray = NDArray[np.int64]
 
 
 class RingLink(Protocol):
@@ -122,6 +129,27 @@ class RingTask:
             )
 
 
+class OrderedBlocks:
+    """One layer's K/V of all members, in the order of the tokens."""
+
+    def __init__(self, blocks: Sequence[KvBlock], memory: Tensor) -> None:
+        """memory: as `RingAttention`'s."""
+        page_tokens = memory.shape[3]
+        self._places = [_places(block, page_tokens) for block in blocks]
+        tokens = max(int(positions.max(initial=-1)) + 1 for *_, positions in self._places)
+        pages = ceil_div(tokens, page_tokens)
+        self.memory = memory.new_empty(pages, *memory.shape[1:])
+        self.block = KvBlock(
+            torch.arange(pages, dtype=torch.int32), torch.arange(tokens, dtype=torch.int32)
+        )
+
+    def take(self, step: int, memory: Tensor) -> None:
+        """Copies the layer's block of a step, whose pages lie in `memory`."""
+        pages, rows, positions = self._places[step]
+        to_pages, to_rows = np.divmod(positions, self.memory.shape[3])
+        self.memory[to_pages, :, :, to_rows] = memory[pages, :, :, rows]
+
+
 Planner = Callable[[Tensor, KvBlock, int | None], AttentionPlan]
 """Plans the attention of rows at positions (int32 [r]) over a block, under a sliding window."""
 
@@ -144,6 +172,11 @@ class RingAttention:
         self._memory = memory
         goes_round = task.last_layer or not to_the_end
         self._exchanged = len(windows) if goes_round else len(windows) - 1
+        self._ordered: OrderedBlocks | None = None
+        blocks = task.blocks
+        if determinism.is_on() and len(task.token_ids) and not _is_ordered(blocks):
+            self._ordered = OrderedBlocks(blocks, memory)
+            blocks = [self._ordered.block]
         #: Reduces the last layer's rows to one or to none.
         self.is_cut = to_the_end and not task.want_hidden
 
@@ -154,7 +187,7 @@ class RingAttention:
                 rows = rows[-1:] if task.want_logits else rows[:0]
             return [
                 plan(rows, block, window) if len(rows) and len(block.positions) else None
-                for block in task.blocks
+                for block in blocks
             ]
 
         last = len(windows) - 1
@@ -177,6 +210,9 @@ class RingAttention:
         if is_whole:
             self._link.publish(layer)
         plans = self._plans[layer]
+        if self._ordered is not None:
+            self._run_in_order(self._ordered, plans[0], is_whole, q_nhd, kv_layer, scale, out)
+            return out
         is_partial = len(plans) > 1 and out.dtype is not torch.float32
         total = torch.empty_like(out, dtype=torch.float32) if is_partial else out
         lse = q_nhd.new_empty(q_nhd.shape[:2], dtype=torch.float32)
@@ -190,6 +226,25 @@ class RingAttention:
                 kernels.merge_attention_(total, lse, *self._attend(plan, q_nhd, scale))
             self._link.release(step)
         return out.copy_(total) if is_partial else out
+
+    def _run_in_order(
+        self,
+        ordered: OrderedBlocks,
+        plan: AttentionPlan | None,
+        is_whole: bool,
+        q_nhd: Tensor,
+        kv_layer: Tensor,
+        scale: float,
+        out: Tensor,
+    ) -> None:
+        ordered.take(0, kv_layer)
+        for step in range(1, self._link.size):
+            if not (is_whole := is_whole and self._link.wait(step)):
+                return
+            ordered.take(step, self._memory)
+            self._link.release(step)
+        if plan is not None:
+            kernels.run_attention(plan, q_nhd, ordered.memory, scale=scale, out=out)
 
     def _attend(self, plan: AttentionPlan, q_nhd: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Returns a partial result over a block that has arrived; the next call overwrites it."""
@@ -248,6 +303,18 @@ def _block(
     used: array[int] = shares.shares[rank].positions[:slots]
     positions = torch.from_numpy(np.array(used, dtype=np.int32))
     return KvBlock(pages[: ceil_div(slots, page_tokens)], positions)
+
+
+def _is_ordered(blocks: Sequence[KvBlock]) -> bool:
+    positions = blocks[0].positions
+    return len(blocks) == 1 and torch.equal(positions, torch.arange(len(positions)))
+
+
+def _places(block: KvBlock, page_tokens: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns page, row in the page and position of each token of a block, int64 [tokens]."""
+    positions = block.positions.numpy().astype(np.int64)
+    (slots,) = np.nonzero(positions != PAD)
+    return block.pages.numpy()[slots // page_tokens], slots % page_tokens, positions[slots]
 
 
 def _concatenated(ranges: Sequence[tuple[int, int]]) -> Tensor:
