@@ -57,6 +57,19 @@ async def test_a_change_that_is_made_twice_appends_its_events_once(store: Docume
     assert await store.events("d", 0) == [b"0", b"1", b"2"]
 
 
+async def test_a_change_of_another_body_is_not_made(store: DocumentStore) -> None:
+    await create(store, Change(body=b"one", lease_s=60.0))
+    assert await store.update("d", Change(body=b"two", expected=b"one", events=[b"0"]))
+    assert not await store.update("d", Change(body=b"three", expected=b"one", events=[b"0", b"1"]))
+    found = await store.get("d")
+    assert found is not None and found.body == b"two"
+    assert await store.events("d", 0) == [b"0"]
+    assert await store.update("d", Change(body=b"", expected=b"two", first_event=1))
+    assert not await store.update("d", Change(body=b"x", expected=b"two"))
+    assert await store.update("d", Change(body=b"x", expected=b""))
+    assert not await store.update("none", Change(body=b"x", expected=b""))
+
+
 async def test_the_first_final_state_stays(store: DocumentStore) -> None:
     await create(store, Change(body=b"one", lease_s=60.0))
     assert await store.update("d", Change(body=b"cancelled", final=True))

@@ -12,7 +12,7 @@ import orjson
 
 from millrace.proxy.errors import ApiError, bad_field, reachable, shown
 from millrace.proxy.reply.response import ResponseReply, event_of
-from millrace.proxy.request.item_ids import response_of
+from millrace.proxy.request.item_ids import is_response_id, response_of
 from millrace.proxy.request.responses import REFERENCE, ResponseRequest, messages_of
 from millrace.state.documents import Change, Document, DocumentStore
 
@@ -148,8 +148,8 @@ class StoredResponses:
             raise bad_field(name, f"the response is {found.body['status']}, and has no output.")
         return found.conversation
 
-    async def referenced(self, items: list[Json], tenant: str) -> list[Json]:
-        """Returns the items of an input with the stored items in the place of references.
+    async def referenced(self, items: list[Json], tenant: str, field: str = "input") -> list[Json]:
+        """Returns the items of `field` with the stored items in the place of references.
 
         Raises ApiError (404) naming a reference to an item that the tenant has not stored.
         """
@@ -158,7 +158,7 @@ class StoredResponses:
             return items
         if len(references) > _MOST_REFERENCES:
             wrong = f"has {len(references)} references; at most {_MOST_REFERENCES} are allowed."
-            raise bad_field("input", wrong)
+            raise bad_field(field, wrong)
         stored: dict[str, Json] = {}
         for response_id in dict.fromkeys(map(response_of, references)):
             if response_id is not None:
@@ -170,7 +170,7 @@ class StoredResponses:
                     f"Item with id {shown(item['id'])} not found: no stored response of this key "
                     "has it."
                 )
-                raise ApiError(404, message, param=f"input[{place}].id", code="item_not_found")
+                raise ApiError(404, message, param=f"{field}[{place}].id", code="item_not_found")
             found.append(stored[item["id"]] if item["type"] == REFERENCE else item)
         return found
 
@@ -188,8 +188,10 @@ class StoredResponses:
         await self._documents.close()
 
     async def _get(self, response_id: str, tenant: str) -> Document:
-        with reachable("responses"):
-            found = await self._documents.get(response_id)
+        found = None
+        if is_response_id(response_id):
+            with reachable("responses"):
+                found = await self._documents.get(response_id)
         if found is None or found.tenant != tenant:
             message = f"Response with id {shown(response_id)} not found."
             raise ApiError(404, message, param="response_id", code="response_not_found")

@@ -23,6 +23,7 @@ from millrace.file_limit import file_limit, most_clients
 from millrace.listening import bound_socket
 from millrace.proxy.background import Background
 from millrace.proxy.batches.opening import open_batches, open_files
+from millrace.proxy.conversations import Conversations
 from millrace.proxy.fleet.gateway import Gateway
 from millrace.proxy.http.app import RenderMetrics, create_app
 from millrace.proxy.http.connection import Connection, at_most
@@ -266,7 +267,8 @@ def _services(
     stored = None
     if config.auth.stored_keys == "on":
         stored = StoredTenants(open_tenant_tables(config.store), tenants.keys)
-    responses = StoredResponses(open_documents(config.store), config.store.responses_ttl_s)
+    documents = open_documents(config.store)
+    responses = StoredResponses(documents, config.store.responses_ttl_s)
     return Services(
         config=config,
         models=models,
@@ -279,6 +281,7 @@ def _services(
         stored_tenants=stored,
         limiter=limiter,
         responses=responses,
+        conversations=Conversations(documents, config.store.responses_ttl_s),
         background=Background(responses),
         files=files,
         batches=open_batches(

@@ -32,7 +32,8 @@ class Document:
 class Change:
     """A new body, events that follow the first `first_event` events, and whether it is final.
 
-    The lease of an open document is renewed for `lease_s`.
+    The lease of an open document is renewed for `lease_s`. `expected`: an update changes nothing
+    unless this is the document's body; None: whatever the body is.
     """
 
     body: bytes
@@ -40,6 +41,7 @@ class Change:
     events: Sequence[bytes] = ()
     final: bool = False
     lease_s: float = 0.0
+    expected: bytes | None = None
 
 
 class DocumentStore(Protocol):
@@ -54,9 +56,10 @@ class DocumentStore(Protocol):
         """Returns the document, or None when it is deleted or expired."""
 
     async def update(self, document_id: str, change: Change) -> bool:
-        """Returns whether the document was open, and so was changed.
+        """Returns whether the document was open, with the expected body, and so was changed.
 
-        A final change whose first attempt lost its connection may return False, though it was made.
+        A final change, and a change with `expected`, whose first attempt lost its connection may
+        return False, though it was made.
         """
 
     async def events(self, document_id: str, start: int) -> list[bytes]:
@@ -116,7 +119,7 @@ class MemoryDocuments:
 
     async def update(self, document_id: str, change: Change) -> bool:
         entry = self._find(document_id)
-        if entry is None or entry.final:
+        if entry is None or entry.final or change.expected not in (None, entry.body):
             return False
         entry.change(change, self._clock())
         return True

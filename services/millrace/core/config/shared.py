@@ -35,7 +35,7 @@ class StoreConfig(Section):
     )
     journal_interval_ms: float = setting(100.0, within(1))
     responses_ttl_s: float = setting(
-        86400.0, within(1), "lifetime of a response of /v1/responses, from its creation"
+        86400.0, within(1), "lifetime of a response or a conversation, from its creation"
     )
 
 

@@ -37,6 +37,13 @@ from millrace.proxy.http.board import EVENTS_PATH, PAGE_PATH, BoardEvents, show_
 from millrace.proxy.http.description.document import document
 from millrace.proxy.http.endpoints.batch_calls import BatchCalls
 from millrace.proxy.http.endpoints.batches import BATCH_PATH, BATCHES_PATH, BatchEndpoints
+from millrace.proxy.http.endpoints.conversations import (
+    CONVERSATION_PATH,
+    CONVERSATIONS_PATH,
+    ITEM_PATH,
+    ITEMS_PATH,
+    ConversationEndpoints,
+)
 from millrace.proxy.http.endpoints.files import FILE_PATH, FILES_PATH, FileEndpoints
 from millrace.proxy.http.endpoints.generate import GenerateEndpoint, Services
 from millrace.proxy.http.endpoints.messages import CreateMessage, count_tokens
@@ -228,6 +235,7 @@ def create_app(services: Services, render_metrics: RenderMetrics) -> FastAPI:
     endpoint = RawEndpoint(services, TENANT_PATH, stored.answer)
     app.router.routes.append(Route(TENANT_PATH, endpoint, methods=["PUT", "DELETE"]))
     _add_responses(app, services)
+    _add_conversations(app, services)
     calls = BatchCalls(handlers, services.tenants.keys, services.config.batches.slo_class)
     services.batches.serve(calls.ask)
     _add_files(app, services)
@@ -245,6 +253,18 @@ def _add_responses(app: FastAPI, services: Services) -> None:
         (RESPONSE_PATH, stored.retrieve_or_delete, ["GET", "DELETE"]),
         (RESPONSE_PATH + "/cancel", stored.cancel, ["POST"]),
         (RESPONSE_PATH + "/input_items", stored.input_items, ["GET"]),
+    ):
+        endpoint = RawEndpoint(services, path, answer)
+        app.router.routes.append(Route(path, endpoint, methods=methods))
+
+
+def _add_conversations(app: FastAPI, services: Services) -> None:
+    conversations = ConversationEndpoints(services)
+    for path, answer, methods in (
+        (CONVERSATIONS_PATH, conversations.create, ["POST"]),
+        (CONVERSATION_PATH, conversations.one, ["GET", "POST", "DELETE"]),
+        (ITEMS_PATH, conversations.items, ["GET", "POST"]),
+        (ITEM_PATH, conversations.item, ["GET", "DELETE"]),
     ):
         endpoint = RawEndpoint(services, path, answer)
         app.router.routes.append(Route(path, endpoint, methods=methods))

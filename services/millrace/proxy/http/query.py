@@ -9,6 +9,9 @@ from urllib.parse import parse_qs
 from millrace.proxy.errors import bad_field, shown
 from millrace.proxy.http.asgi import Scope
 
+#: The most items of a page.
+_MOST_ROWS = 100
+
 
 def query_of(scope: Scope) -> dict[str, str]:
     """Returns the last value of every parameter of the query."""
@@ -52,3 +55,16 @@ def newest_first(query: dict[str, str]) -> bool:
     if order not in ("asc", "desc"):
         raise bad_field("order", f"must be 'asc' or 'desc', got {shown(order)}.")
     return order == "desc"
+
+
+def page_of(rows: Sequence[Mapping[str, Any]], query: dict[str, str]) -> dict[str, Any]:
+    """Returns the page of `rows` that a query wants. Raises ApiError naming the wrong parameter."""
+    limit = number(query, "limit", 20, 1, _MOST_ROWS)
+    if newest_first(query):
+        rows = rows[::-1]
+    if (after := query.get("after")) is not None:
+        ids = [row["id"] for row in rows]
+        if after not in ids:
+            raise bad_field("after", f"there is no item {shown(after)}.")
+        rows = rows[ids.index(after) + 1 :]
+    return list_of(rows[:limit], has_more=len(rows) > limit)

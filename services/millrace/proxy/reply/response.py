@@ -149,12 +149,14 @@ def usage(counted: Usage) -> Json:
 
 def head(response_id: str, created: int, fields: Json, temperature: float, top_p: float) -> Json:
     """Returns the fields of a response that repeat the request's."""
+    named = fields.get("conversation")
     return {
         "id": response_id,
         "object": "response",
         "created_at": created,
         "completed_at": None,
         "background": bool(fields.get("background", False)),
+        "conversation": {"id": named} if isinstance(named, str) else named,
         "error": None,
         "incomplete_details": None,
         "instructions": fields.get("instructions"),

@@ -6,8 +6,9 @@ Both APIs have one generation path: the fields of a response have the names and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from millrace.proxy.errors import bad_field, shown
@@ -85,6 +86,12 @@ class ResponseRequest:
         return self.fields.get("previous_response_id")
 
     @property
+    def conversation(self) -> str | None:
+        """The id of the conversation that the response continues."""
+        given = self.fields.get("conversation")
+        return given["id"] if isinstance(given, dict) else given
+
+    @property
     def truncates(self) -> bool:
         return self.fields.get("truncation") == "auto"
 
@@ -102,7 +109,14 @@ def read_response(bodies: Bodies, body: bytes, response_id: str) -> ResponseRequ
     given = fields["input"]
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    items = [_shown(item, response_id, place) for place, item in enumerate(given)]
+    if fields.get("conversation"):
+        for name in ("previous_response_id", "background"):
+            if fields.get(name):
+                raise bad_field("conversation", f"can't go together with '{name}'.")
+    items = [
+        shown_item(item, partial(input_item_id, response_id=response_id, place=place))
+        for place, item in enumerate(given)
+    ]
     return ResponseRequest(fields=fields, items=items)
 
 
@@ -233,8 +247,11 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(part.get("text") or part.get("refusal", "") for part in content)
 
 
-def _shown(item: Mapping[str, Any], response_id: str, place: int) -> Json:
-    """Returns an item as `input_items` shows it: with type and id, and content as parts."""
+def shown_item(item: Mapping[str, Any], make_id: Callable[[str], str]) -> Json:
+    """Returns an item as the API shows it: with type and id, and content as parts.
+
+    `make_id` returns the id of an item of this type.
+    """
     shown = {name: value for name, value in item.items() if value is not None}
     shown.setdefault("type", "message" if "role" in shown else REFERENCE)
     if shown["type"] == "message":
@@ -246,5 +263,5 @@ def _shown(item: Mapping[str, Any], response_id: str, place: int) -> Json:
                 part.setdefault("annotations", [])
         shown.setdefault("status", "completed")
     if "id" not in shown:
-        shown["id"] = input_item_id(shown["type"], response_id, place)
+        shown["id"] = make_id(shown["type"])
     return shown

@@ -6,6 +6,8 @@ an update made twice, after a lost connection, appends them once.
 
 from __future__ import annotations
 
+from hashlib import sha1
+
 from millrace.core.config import StoreConfig
 from millrace.state.documents import Change, Document
 from millrace.state.redis.keys import key_of
@@ -38,9 +40,13 @@ redis.call('PEXPIRE', KEYS[1], ARGV[#ARGV])
 )
 _UPDATE = Script(
     """
-local kept = 0
+local kept = 1
 local known = redis.call('HMGET', KEYS[1], 'tenant', 'final')
 if not known[1] or known[2] then return 0 end
+local expected = ARGV[#ARGV]
+if expected ~= '' and redis.sha1hex(redis.call('HGET', KEYS[1], 'body')) ~= expected then
+    return 0
+end
 """
     + _CHANGE
 )
@@ -81,7 +87,8 @@ class RedisDocuments:
         )
 
     async def update(self, document_id: str, change: Change) -> bool:
-        call = ScriptCall(_UPDATE, self._keys(document_id), _arguments(change))
+        expected = "" if change.expected is None else _digest(change.expected)
+        call = ScriptCall(_UPDATE, self._keys(document_id), (*_arguments(change), expected))
         return bool(await self._link.run(call))
 
     async def events(self, document_id: str, start: int) -> list[bytes]:
@@ -102,6 +109,11 @@ class RedisDocuments:
         """Returns the keys of the record, a hash, and of the events, a list."""
         stem = key_of(self._prefix, "document", f"{{{document_id}}}")
         return stem, stem + b":events"
+
+
+def _digest(body: bytes) -> str:
+    """Returns the digest that Redis' scripts can make, too: two bodies of one document differ."""
+    return sha1(body, usedforsecurity=False).hexdigest()
 
 
 def _arguments(change: Change) -> tuple[bytes | str | int, ...]:

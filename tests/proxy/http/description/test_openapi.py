@@ -76,6 +76,10 @@ def test_document_describes_every_route(document):
         "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/cancel",
         "/v1/responses/{response_id}/input_items",
+        "/v1/conversations",
+        "/v1/conversations/{conversation_id}",
+        "/v1/conversations/{conversation_id}/items",
+        "/v1/conversations/{conversation_id}/items/{item_id}",
         "/v1/files",
         "/v1/files/{file_id}",
         "/v1/files/{file_id}/content",
@@ -172,6 +176,32 @@ def test_files_and_batches_are_as_documented(url, document):
     ):
         case = schema[path][method].Case(path_parameters=name)
         case.call_and_validate(base_url=url)
+
+
+def test_conversations_are_as_documented(url, document):
+    schema = schemathesis.openapi.from_dict(document)
+    stem = "/v1/conversations"
+    one, items, item = (
+        f"{stem}/{{conversation_id}}{end}" for end in ("", "/items", "/items/{item_id}")
+    )
+    said = {"role": "user", "content": "hi"}
+
+    def ask(path, method, body=None, **named):
+        given = {} if body is None else {"body": body, "media_type": "application/json"}
+        case = schema[path][method].Case(path_parameters=named, **given)
+        response = case.call_and_validate(base_url=url)
+        assert response.status_code == 200
+        return response.json()
+
+    made = ask(stem, "POST", {"items": [said], "metadata": {"a": "b"}})
+    named = {"conversation_id": made["id"]}
+    ask(one, "GET", **named)
+    ask(one, "POST", {"metadata": {}}, **named)
+    [added] = ask(items, "POST", {"items": [said]}, **named)["data"]
+    assert len(ask(items, "GET", **named)["data"]) == 2
+    ask(item, "GET", **named, item_id=added["id"])
+    ask(item, "DELETE", **named, item_id=added["id"])
+    ask(one, "DELETE", **named)
 
 
 def test_answers_are_as_documented(url, document):

@@ -233,7 +233,7 @@ async def test_truncation_drops_the_oldest_messages(stack):
         ({"max_output_tokens": 4000}, "max_output_tokens", "context_length_exceeded"),
         ({"background": True, "store": False}, "background", "invalid_value"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "invalid_value"),
-        ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
         ({"truncation": "some"}, "truncation", "invalid_value"),
         ({"nonsense": 1}, "nonsense", "unknown_parameter"),
         ({"model": "other"}, "model", "model_not_found"),

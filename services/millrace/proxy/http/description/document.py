@@ -16,6 +16,11 @@ from millrace.proxy.reply.models.batch import BATCH_ANSWERS
 from millrace.proxy.reply.models.generation import ANSWERS
 from millrace.proxy.reply.models.pooled import POOLED_ANSWERS
 from millrace.proxy.request.models.batch import BATCH, FILE_FORM
+from millrace.proxy.request.models.conversations import (
+    CONVERSATION,
+    CONVERSATION_UPDATE,
+    NEW_ITEMS,
+)
 
 #: The bodies that name a model.
 _BODIES = (
@@ -39,6 +44,7 @@ def document(models: Models, classes: Sequence[str], title: str, version: str) -
 
 def _schemas(models: Models) -> Json:
     adapters = [*models.first.bodies.types, BATCH, FILE_FORM, *models.first.pooled.types]
+    adapters += [CONVERSATION, CONVERSATION_UPDATE, NEW_ITEMS]
     adapters += [TENANT_BODY, *(route.body for route in admin.ROUTES)]
     adapters += map(TypeAdapter, (*ANSWERS, *MESSAGE_ANSWERS, *BATCH_ANSWERS, *POOLED_ANSWERS))
     _, schemas = TypeAdapter.json_schemas(

@@ -23,6 +23,12 @@ from millrace.proxy.http.description.parts import (
     reference,
     shown_and_changed,
 )
+from millrace.proxy.http.endpoints.conversations import (
+    CONVERSATION_PATH,
+    CONVERSATIONS_PATH,
+    ITEM_PATH,
+    ITEMS_PATH,
+)
 from millrace.proxy.http.endpoints.models import MOST_LISTED
 from millrace.proxy.http.endpoints.objectives import (
     CLASS_HEADER,
@@ -58,6 +64,7 @@ def paths_of(classes: Sequence[str]) -> Json:
             "post": posted("Complete a text", "CompletionRequest", "Completion", stream, generating)
         },
         **_responses(stream, objectives),
+        **_conversations(),
         **_messages(stream, named),
         **_files(),
         **_batches(),
@@ -150,11 +157,7 @@ def _responses(stream: Json, objectives: list[Json]) -> Json:
         query("stream", {"enum": ["true", "false"]}, "Read the events again."),
         query("starting_after", {"type": "integer", "minimum": 0}, "The last event not to send."),
     ]
-    pages = [
-        query("limit", {"type": "integer", "minimum": 1, "maximum": 100}, "Default: 20."),
-        query("order", {"enum": ["asc", "desc"]}, "Default: desc."),
-        query("after", STRING, "The item before the first item."),
-    ]
+    pages = _pages_of_items()
     retrieved = {**json_of("Response"), **stream}
     return {
         "/v1/responses": {
@@ -169,6 +172,44 @@ def _responses(stream: Json, objectives: list[Json]) -> Json:
         },
         "/v1/responses/{response_id}/input_items": {
             "get": got("The input of a response", json_of("ResponseItems"), wrong, named + pages)
+        },
+    }
+
+
+def _pages_of_items() -> list[Json]:
+    return [
+        query("limit", {"type": "integer", "minimum": 1, "maximum": 100}, "Default: 20."),
+        query("order", {"enum": ["asc", "desc"]}, "Default: desc."),
+        query("after", STRING, "The item before the first item."),
+    ]
+
+
+def _conversations() -> Json:
+    missing = gone("conversation")
+    wrong = {"400": error("A parameter is wrong; `param` names it"), **missing}
+    named, pages = [in_path("conversation_id")], _pages_of_items()
+    of_item = [*named, in_path("item_id")]
+    item = {"application/json": {"schema": {"type": "object"}}}
+    return {
+        CONVERSATIONS_PATH: {
+            "post": posted("Create a conversation", "ConversationRequest", "Conversation")
+        },
+        CONVERSATION_PATH: {
+            "get": got("A conversation", json_of("Conversation"), missing, named),
+            "post": posted(
+                "Change the metadata", "ConversationUpdate", "Conversation", None, named
+            ),
+            "delete": got("Delete a conversation", json_of("DeletedConversation"), missing, named),
+        },
+        ITEMS_PATH: {
+            "get": got(
+                "The items of a conversation", json_of("ConversationItems"), wrong, named + pages
+            ),
+            "post": posted("Add items", "NewItems", "ConversationItems", None, named),
+        },
+        ITEM_PATH: {
+            "get": got("An item of a conversation", item, missing, of_item),
+            "delete": got("Delete an item", json_of("Conversation"), missing, of_item),
         },
     }
 

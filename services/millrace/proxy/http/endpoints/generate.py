@@ -16,6 +16,7 @@ from millrace.grammar.source import GrammarError
 from millrace.proxy.background import Background
 from millrace.proxy.batches.service import Batches
 from millrace.proxy.beams.answer import BeamAnswer
+from millrace.proxy.conversations import Conversations
 from millrace.proxy.errors import NO_RETRY, ApiError, bad_field
 from millrace.proxy.files.store import Files
 from millrace.proxy.http.asgi import (
@@ -78,6 +79,7 @@ class Services:
     traces: RequestTraces
     waterfalls: Waterfalls
     responses: StoredResponses
+    conversations: Conversations
     background: Background
     files: Files
     batches: Batches

@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from millrace.proxy.errors import ApiError, bad_field, shown
+from millrace.proxy.errors import ApiError, bad_field
 from millrace.proxy.http.asgi import Receive, Scope, Send, receive_body, send_document, send_json
 from millrace.proxy.http.client import Client, send_parts
 from millrace.proxy.http.endpoints.generate import Entry, Runs, Services
-from millrace.proxy.http.query import flag, list_of, newest_first, number, query_of
+from millrace.proxy.http.query import flag, number, page_of, query_of
 from millrace.proxy.models.served_model import ServedModel
 from millrace.proxy.prompts import EnginePrompt
 from millrace.proxy.reply.builder import Arrival
@@ -37,7 +38,6 @@ RESPONSE_PATH = RESPONSES_PATH + "/{response_id}"
 _POLL_S = 0.05
 #: How often it looks whether the response was cancelled or lost: that reads the whole response.
 _CHECK_S = 0.5
-_MOST_ITEMS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +90,19 @@ class _Creation:
         if asked.request.background:
             return await self._start(asked, reply, arrival, client)
 
-        async def keep() -> None:
-            await services.responses.keep(
-                reply, arrival.tenant, source_of(asked.request, asked.history)
-            )
-
-        settle = keep if asked.request.store else None
+        settle = partial(self._keep, asked, reply)
         if asked.request.stream:
             return await self._runs.send_stream(reply, client, arrival, settle)
         return await self._runs.send_whole(reply, client, arrival, settle)
+
+    async def _keep(self, asked: _Asked, reply: ResponseReply) -> None:
+        """Keeps a complete response, and adds its turn to its conversation."""
+        request, services, tenant = asked.request, self._services, self._arrival.tenant
+        if request.store:
+            await services.responses.keep(reply, tenant, source_of(request, asked.history))
+        if request.conversation is not None:
+            items = [*request.items, *reply.to_dict()["output"]]
+            await services.conversations.keep(request.conversation, tenant, items)
 
     async def _read(self, body: bytes, tenant: str) -> _Asked:
         request = read_response(self._model.bodies, body, self._response_id)
@@ -107,6 +111,9 @@ class _Creation:
         history: list[Json] = []
         if request.previous is not None:
             history = await self._services.responses.history(request.previous, tenant)
+        if (named := request.conversation) is not None:
+            found = await self._services.conversations.find(named, tenant, "conversation")
+            history = found.messages
         prompt, options = await self._prompt(request, history, 0)
         if request.truncates and not self._fits(prompt, options):
             prompt, options = await self._shortened(request, history)
@@ -216,19 +223,8 @@ class StoredEndpoints:
         return await send_document(send, await self._services.responses.cancel(*self._named(scope)))
 
     async def input_items(self, scope: Scope, receive: Receive, send: Send) -> int:
-        query = query_of(scope)
         found = await self._services.responses.find(*self._named(scope))
-        limit = number(query, "limit", 20, 1, _MOST_ITEMS)
-        items = list(found.source.items)
-        if newest_first(query):
-            items.reverse()
-        if (after := query.get("after")) is not None:
-            ids = [item["id"] for item in items]
-            if after not in ids:
-                raise bad_field("after", f"the input has no item {shown(after)}.")
-            items = items[ids.index(after) + 1 :]
-        page = items[:limit]
-        return await send_document(send, list_of(page, has_more=len(items) > len(page)))
+        return await send_document(send, page_of(found.source.items, query_of(scope)))
 
     def _named(self, scope: Scope) -> tuple[str, str]:
         """Returns the id of the response and the tenant."""

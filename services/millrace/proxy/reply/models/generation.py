@@ -366,6 +366,33 @@ class ResponseItems(TypedDict):
     has_more: bool
 
 
+class Conversation(TypedDict):
+    """A conversation. Its items are shown apart."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(TypedDict):
+    """The answer to the deletion of a conversation."""
+
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: bool
+
+
+class ConversationItems(TypedDict):
+    """A page of the items of a conversation."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class RequestState(TypedDict):
     """How far a request is. Times are seconds; null: unknown, or over."""
 
@@ -385,6 +412,9 @@ class RequestState(TypedDict):
 ANSWERS: tuple[Any, ...] = (
     ChatCompletion,
     Completion,
+    Conversation,
+    ConversationItems,
+    DeletedConversation,
     DeletedResponse,
     Error,
     Explanation,

@@ -22,6 +22,7 @@ from millrace.proxy.request.models.fields import (
     kind_of_part,
     of_types,
     text_or_array,
+    text_or_object,
 )
 from millrace.proxy.request.models.sampling import SamplingFields
 from millrace.proxy.request.models.tools import CHOICES, ResponseChoice, ResponseTools
@@ -205,7 +206,8 @@ def _without_nulls(item: object) -> object:
     return {name: value for name, value in item.items() if value is not None}
 
 
-_Item = Annotated[
+#: An item of an input or of a conversation.
+ResponseItem = Annotated[
     Any,
     OneType(
         _kind_of_item,
@@ -277,6 +279,18 @@ Metadata = Annotated[
 ]
 
 
+@with_config(STRICT)
+class ConversationId(TypedDict):
+    """Names a conversation."""
+
+    id: _Text
+
+
+_Conversation = Annotated[
+    Any, OneType(text_or_object, "a string or an object", text=_Text, object=ConversationId)
+]
+
+
 class ResponseBody(SamplingFields, total=False):
     """The body of /v1/responses: first served, then ignored, then refused fields."""
 
@@ -284,7 +298,9 @@ class ResponseBody(SamplingFields, total=False):
         Annotated[
             Any,
             text_or_array(
-                Annotated[list[_Item], Field(min_length=1, fail_fast=True)], "items", text=_Text
+                Annotated[list[ResponseItem], Field(min_length=1, fail_fast=True)],
+                "items",
+                text=_Text,
             ),
             Field(description="A text, or the conversation's items."),
         ]
@@ -294,6 +310,10 @@ class ResponseBody(SamplingFields, total=False):
     ]
     previous_response_id: Annotated[
         str | None, Field(description="Continue the conversation of a stored response.")
+    ]
+    conversation: Annotated[
+        _Conversation | None,
+        Field(description="Continue a conversation, which gets the input and the output."),
     ]
     store: Annotated[bool | None, Field(description="Default: true. Keep the response.")]
     background: Annotated[
@@ -343,7 +363,6 @@ class ResponseBody(SamplingFields, total=False):
 
     access_programs: Annotated[Any, Unsupported([], why=_NOT_BUILT)]
     context_management: Annotated[Any, Unsupported(why=_NOT_BUILT)]
-    conversation: Annotated[Any, Unsupported(why=_NOT_BUILT)]
     enable_response_messages: Annotated[Any, Unsupported(False, why=_NOT_BUILT)]
     image: Annotated[Any, Unsupported(why="text in, text out")]
     mm_processor_kwargs: Annotated[Any, Unsupported({}, why="text in, text out")]
