@@ -56,7 +56,9 @@ class Ending:
 
     name: str
     node: str
-    by_s: float  # unix seconds when its grace period ends
+    by_s: float  # unix seconds when its grace period ends, as the API server says
+    grace_s: float = 0.0  # its grace period
+    due_s: float = math.inf  # when its grace period ends, by the clock of `ObservedPool.now_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,8 @@ class Pod:
     template: str  # the label millrace.dev/template: the template that it was made from
     revision: str = ""  # the label millrace.dev/revision: the model's revision that it serves
     ready: bool = False
-    unready_since_s: float = math.inf  # unix seconds since when it is not ready; inf: not known
+    unready_since: str = ""  # since when it is not ready, as the API says; no clock here is like it
+    unready_since_s: float = math.inf  # the same by the clock of `ObservedPool.now_s`; inf: unknown
     terminating: bool = False
     endings: tuple[Ending, ...] = ()  # of its terminating pods, those of later stages included
     trouble: str = ""  # why it does not start: "Unschedulable: ...", "CrashLoopBackOff: ..."
@@ -113,7 +116,12 @@ class ObservedPool:
     recommendation: Recommendation | None = None
     metrics_error: str = ""  # why there is no fresh sample
     has_leader_worker_sets: bool = False  # whether the API server serves them
-    now_s: float  # unix seconds
+    #: Since when this operator has seen what the status says, by the clock of `now_s`: drains by
+    #: (pod, UID), and the condition Progressing.
+    draining_since_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    progressing_since_s: float = math.inf
+    now_s: float  # by a clock that steps of the wall clock do not change: it measures durations
+    unix_s: float  # by the wall clock: the status shows it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

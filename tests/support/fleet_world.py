@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -27,9 +28,10 @@ from millrace_operator.reconcile.actions import (
     SetReplicas,
     SetStatus,
 )
-from millrace_operator.reconcile.conditions import by_type, seconds
+from millrace_operator.reconcile.conditions import by_type
 from millrace_operator.reconcile.pool import reconcile_pool
 from millrace_operator.reconcile.service import reconcile_service
+from millrace_operator.run.sightings import Sightings
 from millrace_operator.schema.pools import KINDS
 from millrace_operator.spec import autoscale_config, parse_pool, parse_service
 from support.custom_resources import DEFAULTS, SCHEMAS, defaulted, model_service
@@ -72,7 +74,7 @@ class Node:
             template=self.template,
             revision=self.revision,
             ready=self.ready and self.terminating_at_s is None,
-            unready_since_s=self.unready_since_s,
+            unready_since=str(self.unready_since_s),
             terminating=self.terminating_at_s is not None,
         )
 
@@ -94,7 +96,7 @@ def _draining(pool: dict[str, Any]) -> dict[str, str]:
 
 
 class FleetWorld:
-    """A cluster. Time starts at 1000 s."""
+    """A cluster. Time starts at 1000 s. The operator's wall clock steps by an hour all the time."""
 
     def __init__(
         self,
@@ -115,6 +117,9 @@ class FleetWorld:
         self.random = random
         self.on_timeout, self.start_s, self.work_s = on_timeout, start_s, work_s
         self.now_s = 1000.0
+        self._steps = Random(7)
+        self._sightings = Sightings(lambda: self.now_s)
+        self._drains: dict[tuple[str, str, str], float] = {}  # when the status first had each
         self.service = model_service(
             prefill=copy.deepcopy(section) | {"replicas": sizes[0]},
             decode=copy.deepcopy(section) | {"replicas": sizes[1]},
@@ -142,6 +147,7 @@ class FleetWorld:
             for action in self._decide(thing):
                 if stop_after is not None and len(done) >= stop_after:
                     self.autoscalers.clear()
+                    self._sightings = Sightings(lambda: self.now_s)
                     return done
                 self._carry_out(thing, action)
                 done.append(action)
@@ -155,25 +161,33 @@ class FleetWorld:
 
     def _decide(self, thing: dict[str, Any]) -> list[Action]:
         if thing["kind"] == "ModelService":
-            observed = ObservedService(live=self.live, now_s=self.now_s)
+            observed = ObservedService(live=self.live, now_s=self._wall_s())
             return reconcile_service(parse_service(thing), observed, DEFAULTS)
         metrics = self._metrics(thing)
         pool = parse_pool(thing)
         name = pool.name
         if name not in self.autoscalers:
             self.autoscalers[name] = Autoscaler(autoscale_config(pool.spec))
+        pods = [pod.seen() for pod in self._of(name)]
+        seen = self._sightings.look(name, pool.status, pods)
         observed_pool = ObservedPool(
             service=self.service,
             live=self._children(name),
-            pods=tuple(pod.seen() for pod in self._of(name)),
+            pods=seen.pods,
             instances=self._instances(name),
             peers=tuple(Peer.of(other) for other in self.pools() if other is not thing),
             metrics=metrics,
             recommendation=self.autoscalers[name].step(metrics, self.now_s),
             has_leader_worker_sets=self.has_leader_worker_sets,
-            now_s=self.now_s,
+            draining_since_s=seen.draining_since_s,
+            progressing_since_s=seen.progressing_since_s,
+            now_s=seen.now_s,
+            unix_s=self._wall_s(),
         )
         return reconcile_pool(pool, observed_pool, DEFAULTS)
+
+    def _wall_s(self) -> float:
+        return 1e6 + self.now_s + self._steps.choice((0.0, 3600.0, -3600.0))
 
     def _children(self, pool: str) -> dict[tuple[str, str], dict[str, Any]]:
         return {k: v for k, v in self.live.items() if k[1] == pool}
@@ -217,8 +231,7 @@ class FleetWorld:
                 thing["spec"]["replicas"] = replicas
                 thing["metadata"]["generation"] += 1
             case SetStatus(status=status):
-                assert status != thing.get("status")
-                thing["status"] = copy.deepcopy(dict(status))
+                self._set_status(thing, status)
             case Delete(kind="Pod", name=name, uid=uid):
                 pod = next(p for p in self.pods if (p.name, p.uid) == (name, uid))
                 self._check_removal(pod)
@@ -295,8 +308,24 @@ class FleetWorld:
         entries = self.pool_of(pod)["status"].get("draining", [])
         since = {e["pod"]: e["since"] for e in entries if e["uid"] == pod.uid}
         assert pod.name in since, f"{pod.name} has work, and never drained"
-        drained_s = self.now_s - seconds(since[pod.name])
+        drained_s = self.now_s - self._drains[pod.pool, pod.uid, since[pod.name]]
         assert drained_s >= DRAIN_S, f"{pod.name} has work, and drains for {drained_s} s only"
+
+    def _set_status(self, thing: dict[str, Any], status: Mapping[str, Any]) -> None:
+        assert status != thing.get("status")
+        thing["status"] = copy.deepcopy(dict(status))
+        if thing["kind"] in KINDS:
+            self._sightings.wrote(thing["metadata"]["name"], status)
+            self._note_drains(thing["metadata"]["name"], status)
+
+    def _note_drains(self, pool: str, status: Mapping[str, Any]) -> None:
+        there = {
+            (pool, entry["uid"], entry["since"])
+            for entry in status.get("draining", ())
+            if not entry.get("returning")
+        }
+        kept = {key: at_s for key, at_s in self._drains.items() if key[0] != pool or key in there}
+        self._drains = dict.fromkeys(there, self.now_s) | kept
 
     def pool_of(self, pod: Node) -> dict[str, Any]:
         return next(p for p in self.pools() if p["metadata"]["name"] == pod.pool)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,7 @@ from millrace_operator.reconcile.actions import (
     Report,
     SetStatus,
 )
-from millrace_operator.reconcile.conditions import by_type
+from millrace_operator.reconcile.conditions import by_type, seconds
 from millrace_operator.reconcile.pod_makers import pod_makers
 from millrace_operator.reconcile.pool import reconcile_pool
 from millrace_operator.spec import parse_pool
@@ -34,7 +36,7 @@ def advice(replicas: int, **more: Any) -> Recommendation:
 
 def pool_objects(pool: Pool, context: Context, size: int) -> list[dict[str, Any]]:
     """Returns all objects of a pool of `size` instances."""
-    observed = ObservedPool(service=None, now_s=NOW_S)
+    observed = ObservedPool(service=None, now_s=NOW_S, unix_s=NOW_S)
     makers = pod_makers(pool, context, observed)
     found = {(one["kind"], one["metadata"]["name"]): one for one in makers.wanted(size)}
     if pool.spec.stage_pods == "Own":  # later stages follow the pods of first ones
@@ -53,7 +55,11 @@ class Scene:
         self.pool = pool(replicas=size, **spec)
         self.service = model_service()
         self.observed = ObservedPool(
-            service=self.service, metrics=CALM, recommendation=advice(size), now_s=NOW_S
+            service=self.service,
+            metrics=CALM,
+            recommendation=advice(size),
+            now_s=NOW_S,
+            unix_s=NOW_S,
         )
         for action in self.look():
             if isinstance(action, Apply):
@@ -81,10 +87,14 @@ class Scene:
         return self.observed.live["StatefulSet", NAME]["spec"]["template"]
 
     def see(self, **what: Any) -> None:
+        """The wall clock goes with `now_s`."""
+        if "now_s" in what:
+            what.setdefault("unix_s", what["now_s"])
         self.observed = replace(self.observed, **what)
 
     def look(self) -> list[Any]:
-        return reconcile_pool(parse_pool(self.pool), self.observed, DEFAULTS)
+        seen = timed_by_status(self.observed, self.pool.get("status", {}))
+        return reconcile_pool(parse_pool(self.pool), seen, DEFAULTS)
 
     def carry_out(self) -> list[Any]:
         """Runs a pass, with the status and the cordons carried out."""
@@ -109,6 +119,20 @@ class Scene:
     def condition(self, kind: str) -> tuple[str, str]:
         found = by_type(self.pool["status"])[kind]
         return found["status"], found["reason"]
+
+
+def timed_by_status(observed: ObservedPool, status: Mapping[str, Any]) -> ObservedPool:
+    """Adds since when what the status says holds, for a clock that is exactly the wall clock."""
+    last = by_type(status).get("Progressing")
+    drains = {
+        (entry["pod"], entry["uid"]): seconds(entry["since"])
+        for entry in status.get("draining", ())
+    }
+    return replace(
+        observed,
+        draining_since_s=drains,
+        progressing_since_s=seconds(last["lastTransitionTime"]) if last else math.inf,
+    )
 
 
 def held(requests: int, *, cordoned: bool = False) -> Registration:

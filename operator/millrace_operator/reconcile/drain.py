@@ -1,7 +1,9 @@
 """Connects `core.autoscale.drain` to Kubernetes: pods and the pool's status in, actions out.
 
-The rule's Remove deletes a pod, or shrinks the StatefulSet past it. The pool's status keeps the
-start of each drain with the pod's UID, so a new pod of the same name starts a drain of its own.
+The rule's Remove deletes a pod, or shrinks the StatefulSet past it. The pool's status keeps each
+drain with the pod's UID, so a new pod of the same name starts a drain of its own. Its time is
+measured by a clock that does not step (`run.sightings`), and the status keeps how long it has
+waited: an operator that takes over counts on from there, whatever its wall clock says.
 
 An instance that is wanted again takes work once the scheduler confirms it. If the scheduler does
 not answer, or the instance is missing, its entry stays in the status as `returning`, and the
@@ -15,11 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.core.autoscale import drain
-from millrace_operator.observed import Pod, Pool
-from millrace_operator.reconcile.conditions import seconds, timestamp
+from millrace_operator.observed import ObservedPool, Pod, Pool
+from millrace_operator.reconcile.conditions import timestamp
 
 #: The longest eviction in seconds. Then the pod is deleted: at SIGTERM it drains by itself.
 EVICTION_S = 60.0
+
+#: The status is written once in so many seconds of a drain: so much of it a new operator may wait
+#: again.
+KEPT_EVERY_S = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +33,9 @@ class Leaving:
     """A pod that will be removed."""
 
     pod: Pod
-    since_s: float  # unix seconds
+    since: str  # a time of the API, to be shown
+    since_s: float  # the same by the operator's clock
+    kept_s: int  # how long it has waited, in steps of KEPT_EVERY_S, until nothing depends on it
     reason: str  # ScaleIn | Rollout | StageLeaves | Retired
     timed_out: bool
     held: int  # requests; 0 if the scheduler does not know the pod, or does not answer
@@ -43,8 +51,9 @@ class Leaving:
         return {
             "pod": self.pod.name,
             "uid": self.pod.uid,
-            "since": timestamp(self.since_s),
+            "since": self.since,
             "reason": self.reason,
+            **({"waitedSeconds": self.kept_s} if self.kept_s else {}),
             **({"timedOut": True} if self.timed_out else {}),
             **({"removed": True} if self.removed else {}),
         }
@@ -57,13 +66,10 @@ class Rules:
     policy: drain.DrainPolicy
     known: Mapping[tuple[str, str], Mapping[str, Any]]  # (pod, uid) -> entry of status.draining
     back: Mapping[tuple[str, str], Mapping[str, Any]]  # the entries that say `returning`
-    instances: Mapping[str, drain.Registration] | None
-    now_s: float
+    observed: ObservedPool
 
     @classmethod
-    def of(
-        cls, pool: Pool, instances: Mapping[str, drain.Registration] | None, now_s: float
-    ) -> Rules:
+    def of(cls, pool: Pool, observed: ObservedPool) -> Rules:
         entries = {
             (entry["pod"], entry.get("uid", "")): entry for entry in pool.status.get("draining", [])
         }
@@ -76,9 +82,12 @@ class Rules:
             ),
             known={key: e for key, e in entries.items() if not e.get("returning")},
             back={key: e for key, e in entries.items() if e.get("returning")},
-            instances=instances,
-            now_s=now_s,
+            observed=observed,
         )
+
+    @property
+    def instances(self) -> Mapping[str, drain.Registration] | None:
+        return self.observed.instances
 
     def drains(self, pod: Pod) -> bool:
         """Returns whether the pod was draining before this pass."""
@@ -110,13 +119,17 @@ class Rules:
 
     def leaving(self, pod: Pod, reason: str) -> Leaving:
         entry = self.known.get((pod.name, pod.uid))
-        since_s = seconds(entry["since"]) if entry else self.now_s
+        now_s, key = self.observed.now_s, (pod.name, pod.uid)
+        since_s = self.observed.draining_since_s.get(key, now_s) if entry else now_s
+        most_s = self.policy.timeout_s + self.policy.eviction_s
         instance = (self.instances or {}).get(pod.name)
         return Leaving(
             pod=pod,
+            since=entry["since"] if entry else timestamp(self.observed.unix_s),
             since_s=since_s,
+            kept_s=int(min(now_s - since_s, most_s) // KEPT_EVERY_S * KEPT_EVERY_S),
             reason=reason,
-            timed_out=self.policy.is_over(since_s, self.now_s),
+            timed_out=self.policy.is_over(since_s, now_s),
             held=instance.held_requests if instance else 0,
         )
 
@@ -144,6 +157,6 @@ class Rules:
                 if not pod.terminating
             ],
             self.policy,
-            self.now_s,
+            self.observed.now_s,
             scheduler_answers=self.instances is not None,
         )

@@ -114,7 +114,7 @@ def _pod(obj: Object, ordinal: int) -> Pod:
         template=labels.get(TEMPLATE_LABEL, ""),
         revision=labels.get(REVISION_LABEL, ""),
         ready=ready and not terminating and not finished(obj),
-        unready_since_s=seconds(condition.get("lastTransitionTime") or meta["creationTimestamp"]),
+        unready_since=condition.get("lastTransitionTime") or meta["creationTimestamp"],
         terminating=terminating,
         endings=_endings([obj]),
         trouble="" if ready or terminating else next(_troubles(status), "")[:_LONGEST],
@@ -127,6 +127,7 @@ def _endings(objects: Iterable[Object]) -> tuple[Ending, ...]:
             name=obj["metadata"]["name"],
             node=obj.get("spec", {}).get("nodeName", ""),
             by_s=seconds(obj["metadata"]["deletionTimestamp"]),  # with the grace period
+            grace_s=float(obj["metadata"].get("deletionGracePeriodSeconds") or 0),
         )
         for obj in objects
         if "deletionTimestamp" in obj["metadata"]

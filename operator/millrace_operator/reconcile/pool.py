@@ -55,7 +55,7 @@ def reconcile_pool(pool: Pool, observed: ObservedPool, defaults: Defaults) -> li
 def _only_status(
     pool: Pool, observed: ObservedPool, *, problem: Report | None = None, paused: bool = False
 ) -> list[Action]:
-    rules = Rules.of(pool, observed.instances, observed.now_s)
+    rules = Rules.of(pool, observed)
     leaving = rules.still(observed.pods)
     outcome = Outcome(
         wanted=pool.spec.replicas,
@@ -89,7 +89,7 @@ def _actions(
     retired = _retired(pool, service)
     scaled = None if retired else _scaled(pool, observed)
     wanted = scaled.replicas if scaled else pool.spec.replicas
-    rules = Rules.of(pool, observed.instances, observed.now_s)
+    rules = Rules.of(pool, observed)
     rollout = Rollout(
         template=makers.template,
         revision=context.revision,

@@ -91,13 +91,13 @@ def status(pool: Pool, observed: ObservedPool, outcome: Outcome) -> dict[str, An
             last,
             _conditions(pool, observed, outcome, serving),
             generation=generation,
-            now_s=observed.now_s,
+            now_s=observed.unix_s,
         ),
     }
     if advice is not None:
         found |= {"desiredReplicas": advice.replicas, "limitedBy": advice.limited_by}
     if outcome.scaled is not None:
-        found["lastScaleTime"] = timestamp(observed.now_s)
+        found["lastScaleTime"] = timestamp(observed.unix_s)
         found["lastScaleReason"] = outcome.scaled.reason[:512]
     # An empty list would never be equal: server-side apply drops empty lists.
     found = {k: v for k, v in found.items() if v != []}
@@ -115,10 +115,13 @@ def _signals(pool: Pool, observed: ObservedPool, found: Mapping[str, Any]) -> di
         now["recommendationReason"] = observed.recommendation.reason[:512]
     now = {k: v for k, v in now.items() if v != []}
     calm = all(last.get(k) == v for k, v in found.items())
-    young = "metricsTime" in before and observed.now_s - seconds(before["metricsTime"]) < SIGNALS_S
+    # A time of the future is of a clock that was set back: nobody waits for it.
+    young = "metricsTime" in before and (
+        0 <= int(observed.unix_s) - seconds(before["metricsTime"]) < SIGNALS_S
+    )
     if now == before or (calm and young):
         return before
-    return {**now, "metricsTime": timestamp(observed.now_s)}
+    return {**now, "metricsTime": timestamp(observed.unix_s)}
 
 
 def _serving(pods: Sequence[Pod], outcome: Outcome) -> list[Pod]:
@@ -156,7 +159,7 @@ def _unmade(pool: Pool, observed: ObservedPool, outcome: Outcome) -> str:
     admission, refuses them.
     """
     last, made = conditions.by_type(pool.status).get("Progressing", {}), len(observed.pods)
-    since_s = seconds(last["lastTransitionTime"]) if last.get("status") == "True" else math.inf
+    since_s = observed.progressing_since_s if last.get("status") == "True" else math.inf
     if made >= outcome.wanted or observed.now_s - since_s < UNMADE_S:
         return ""
     shown = pool.name if pool.spec.stage_pods == "Shared" else f"{pool.name}-{made}"
@@ -258,7 +261,7 @@ def _stuck(observed: ObservedPool) -> dict[str, str]:
         f"`kubectl delete pod {one.name} --force`"
         for pod in observed.pods
         for one in pod.endings
-        if observed.now_s >= one.by_s + REMOVAL_S
+        if observed.now_s >= one.due_s + REMOVAL_S
     }
 
 

@@ -1,7 +1,7 @@
 """Observes the objects around an object, and carries out the actions of `reconcile`.
 
-Both can be repeated: the next pass sees the effects. The scaler uses a monotonic clock; `reconcile`
-gets unix seconds.
+Both can be repeated: the next pass sees the effects. Durations are measured by a monotonic clock
+(`sightings`); the wall clock is only shown.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from millrace_operator.run.load import Schedulers
 from millrace_operator.run.queue import Key
 from millrace_operator.run.quota import room
 from millrace_operator.run.scaler import ScaledPool, Scaler, View
+from millrace_operator.run.sightings import Sightings
 from millrace_operator.schema.pools import KINDS
 from millrace_operator.spec import SpecError, autoscale_config, followed, pods_of_an_instance
 
@@ -90,6 +91,7 @@ class Parts:
     leads: Callable[[], bool]  # asked before every change
     identity: str  # of this operator, in Events
     address: Callable[[str, str], str] = scheduler_address  # by namespace and service
+    clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = lambda: datetime.now(UTC).timestamp()
 
 
@@ -113,6 +115,7 @@ class Cluster:
         self._kube = parts.kube
         self._children = Children(parts.kube)
         self._events = Events(parts.kube, parts.identity)
+        self._sightings = Sightings(parts.clock)
         self._uids: dict[Key, str] = {}
         self._rounds: dict[Key, _Round] = {}
         self._reading: set[Key] = set()  # being read, and unchanged since the read began
@@ -165,19 +168,25 @@ class Cluster:
         live = self._children.by_name(uid, found.children)
         quota = _room(pool, live, found)
         view, error = await self._think(pool, found.service, quota)
-        now_s = self._parts.wall()
+        pods = (pods_of if pool.spec.stage_pods == "Shared" else groups_of)(name, found.pods)
+        seen = self._sightings.look(uid, pool.status, pods)
         metrics = view.metrics if view else None
+        if view and metrics:
+            metrics = replace(metrics, sampled_s=seen.now_s - view.age_s)
         return ObservedPool(
             service=found.service,
             live=live,
-            pods=(pods_of if pool.spec.stage_pods == "Shared" else groups_of)(name, found.pods),
+            pods=seen.pods,
             has_leader_worker_sets=self.has_leader_worker_sets,
             instances=await self._instances(namespace, found.service),
             peers=tuple(Peer.of(one) for one in found.pools if one["metadata"]["uid"] != uid),
-            metrics=replace(metrics, sampled_s=now_s - view.age_s) if view and metrics else None,
+            metrics=metrics,
             recommendation=view.recommendation if view else None,
             metrics_error=error,
-            now_s=now_s,
+            draining_since_s=seen.draining_since_s,
+            progressing_since_s=seen.progressing_since_s,
+            now_s=seen.now_s,
+            unix_s=self._parts.wall(),
         )
 
     def changed(self, key: Key) -> None:
@@ -188,7 +197,7 @@ class Cluster:
     async def _round(self, pool: Pool) -> _Round:
         namespace, name = pool.metadata["namespace"], pool.name
         key = Key(pool.kind, namespace, name)
-        now_s = time.monotonic()
+        now_s = self._parts.clock()
         known = self._rounds.get(key)
         if known is not None and now_s - known.read_s < READ_AGAIN_S:
             return known
@@ -258,6 +267,8 @@ class Cluster:
             case SetStatus(status=status):
                 if status != obj.get("status"):
                     await self._kube.patch_status(obj, status)
+                if kind in KINDS:
+                    self._sightings.wrote(meta["uid"], status)
             case Report():
                 await self._events.post(obj, action)
 
@@ -315,6 +326,7 @@ class Cluster:
         self.changed(key)
         uid = self._uids.pop(key, "")
         self._children.forget(uid)
+        self._sightings.forget(uid)
         if key.kind in KINDS:
             self._parts.scaler.forget(uid)
             self._parts.metrics.forget(key.kind, f"{key.namespace}/{key.name}")

@@ -62,6 +62,11 @@ class Draining(Record):
     uid: str | None = doc("UID of the pod.", None, max_length=64)
     since: Moment = doc("Time at which it was taken out of service.")
     reason: ShortText | None = doc("Reason: ScaleIn, Rollout, StageLeaves or Retired.", None)
+    waited_seconds: int | None = doc(
+        "Seconds that it has drained, in steps of 30, by a clock that no step of the wall clock "
+        "changes: another operator counts on from here.",
+        None,
+    )
     timed_out: bool | None = doc("True once drain.timeoutSeconds have passed.", None)
     removed: bool | None = doc("True once its pod is being deleted.", None)
     returning: bool | None = doc(

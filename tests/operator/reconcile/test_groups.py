@@ -14,7 +14,7 @@ from millrace_operator.reconcile.actions import Apply, Delete, SetStatus
 from millrace_operator.reconcile.pool import reconcile_pool
 from millrace_operator.spec import parse_pool
 from support.custom_resources import DEFAULTS, model_service, pool
-from support.pool_scene import CALM, NOW_S, advice, held, reasons
+from support.pool_scene import CALM, NOW_S, advice, held, reasons, timed_by_status
 
 NAME = "chat-decode"
 Key = tuple[str, str]
@@ -47,7 +47,9 @@ class GroupScene:
             recommendation=advice(self.pool["spec"]["replicas"]),
             has_leader_worker_sets=self.lws,
             now_s=self.now_s,
+            unix_s=self.now_s,
         )
+        observed = timed_by_status(observed, self.pool.get("status", {}))
         actions = reconcile_pool(parse_pool(self.pool), observed, DEFAULTS)
         for action in actions:
             match action:

@@ -16,7 +16,7 @@ from millrace_operator.reconcile.pod_state import (
 )
 
 CREATED, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
-CREATED_S, LATER_S = 1767225600.0, 1767225660.0
+LATER_S = 1767225660.0
 
 
 def pod(name: str = "chat-decode-0", **status: Any) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_a_pod_is_known_by_what_made_it():
         template="t",
         revision="r",
         ready=True,
-        unready_since_s=LATER_S,
+        unready_since=LATER,
     )
 
 
@@ -81,14 +81,16 @@ def test_one_that_goes_is_not_ready_and_in_no_trouble():
 def test_until_when_one_that_goes_should_have_gone():
     going = pod()
     going["metadata"]["deletionTimestamp"] = LATER
+    going["metadata"]["deletionGracePeriodSeconds"] = 90
     going["spec"] = {"nodeName": "n1"}
-    assert seen(going).endings == (Ending(name="chat-decode-0", node="n1", by_s=LATER_S),)
+    ending = Ending(name="chat-decode-0", node="n1", by_s=LATER_S, grace_s=90.0)
+    assert seen(going).endings == (ending,)
     assert seen(pod()).endings == ()
 
 
 def test_since_when_it_is_not_ready():
-    assert seen(pod()).unready_since_s == CREATED_S
-    assert seen(pod(conditions=is_ready("False"))).unready_since_s == LATER_S
+    assert seen(pod()).unready_since == CREATED
+    assert seen(pod(conditions=is_ready("False"))).unready_since == LATER
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ def test_a_calm_pool_is_left_alone():
 def test_the_first_pass_makes_everything_and_the_first_size():
     first = pool()
     first["metadata"]["annotations"] = {"millrace.dev/initial-replicas": "4"}
-    seen = ObservedPool(service=model_service(), recommendation=advice(9), now_s=NOW_S)
+    seen = ObservedPool(
+        service=model_service(), recommendation=advice(9), now_s=NOW_S, unix_s=NOW_S
+    )
     actions = reconcile_pool(parse_pool(first), seen, DEFAULTS)
     assert kinds(actions) == ["SetReplicas", *["Apply"] * 3, "Report", "SetStatus"]
     assert actions[0] == SetReplicas(replicas=4)
@@ -192,7 +194,7 @@ def test_when_its_time_is_over(on_timeout, evicted):
     scene = draining(drain={"timeoutSeconds": 100, "onTimeout": on_timeout})
     scene.carry_out()
     scene.see(now_s=NOW_S + 99)
-    assert scene.look() == []
+    assert kinds(scene.look()) == ["SetStatus"]  # how long it has waited
     scene.see(now_s=NOW_S + 100)
     actions = scene.carry_out()
     assert [a.abort for a in actions if isinstance(a, Evict)] == evicted
@@ -203,12 +205,32 @@ def test_when_its_time_is_over(on_timeout, evicted):
     assert size(scene.look()) == (None if on_timeout == "Wait" else 2)
 
 
+def test_the_status_keeps_how_long_a_drain_has_waited():
+    scene = draining(drain={"timeoutSeconds": 100})
+    scene.carry_out()
+    kept = []
+    for waited_s in (29, 30, 59, 99, 159, 200, 9000):
+        scene.see(now_s=NOW_S + waited_s)
+        scene.carry_out()
+        kept.append(scene.pool["status"]["draining"][0].get("waitedSeconds"))
+    assert kept == [None, 30, 30, 90, 150, 150, 150]  # after that nothing depends on it
+
+
+@pytest.mark.parametrize("step_s", [3600, -3600])
+def test_signals_are_shown_again_after_a_step_of_the_wall_clock(step_s):
+    scene = Scene()
+    scene.see(metrics=replace(CALM, kv_utilisation=0.6), unix_s=NOW_S + step_s)
+    assert kinds(scene.carry_out()) == ["SetStatus"]
+    scene.see(metrics=replace(CALM, kv_utilisation=0.7), unix_s=NOW_S + step_s + 29)
+    assert scene.look() == []
+
+
 def test_a_silent_scheduler_keeps_everybody_until_the_timeout():
     scene = draining(requests=0, drain={"timeoutSeconds": 100})
     scene.see(instances=None)
     assert kinds(scene.carry_out()) == ["Report", "SetStatus"]
     scene.see(now_s=NOW_S + 99)
-    assert scene.look() == []
+    assert kinds(scene.look()) == ["SetStatus"]  # how long it has waited
     scene.see(now_s=NOW_S + 100)
     assert size(scene.look()) == 2
 
@@ -323,7 +345,7 @@ def test_pods_that_are_not_made_show_where_the_reason_stands():
 def test_a_pod_that_its_node_does_not_remove_is_told_with_what_to_do():
     """Its node is lost: no successor of its name starts while it is there."""
     scene = Scene(1)
-    ending = Ending(name=f"{NAME}-0", node="n1", by_s=NOW_S + 60)
+    ending = Ending(name=f"{NAME}-0", node="n1", by_s=NOW_S + 60, due_s=NOW_S + 60)
     scene.pod(0, ready=False, terminating=True, endings=(ending,))
     scene.see(now_s=NOW_S + 119)
     scene.carry_out()

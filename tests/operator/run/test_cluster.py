@@ -68,3 +68,72 @@ async def test_room_is_counted_in_instances(
         assert observed.metrics.quota == room
     finally:
         await kube.close()
+
+
+class Clocks:
+    """The operator's monotonic clock and wall clock."""
+
+    def __init__(self) -> None:
+        self.now_s, self.ahead_s = 1000.0, 1.7e9
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def wall(self) -> float:
+        return self.now_s + self.ahead_s
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+async def test_a_step_of_the_wall_clock_neither_ends_nor_lengthens_a_drain(
+    cluster: KubeEmulator, net: Net, step_s: float
+) -> None:
+    """Also where another operator, whose wall clock is an hour off, goes on with it."""
+    clocks, kube = Clocks(), Kube(configuration_of(cluster))
+
+    def operator() -> Runner:
+        metrics, schedulers = OperatorMetrics(Registry()), Schedulers()
+        parts = Parts(
+            kube=kube,
+            schedulers=schedulers,
+            scaler=Scaler(schedulers),
+            metrics=metrics,
+            leads=lambda: True,
+            identity="a",
+            address=lambda namespace, name: net.address,
+            clock=clocks.monotonic,
+            wall=clocks.wall,
+        )
+        images = {role: f"m-{role}:1" for role in ("proxy", "scheduler", "prefill", "decode")}
+        return Runner(Cluster(parts), Defaults(images=images), metrics)
+
+    async def drain() -> dict[str, Any]:
+        await runner.reconcile(POOL)
+        pool = cluster.find("DecodePool", "chat-decode")
+        assert pool is not None
+        [entry] = pool["status"]["draining"]
+        return entry
+
+    decode = {"replicas": 1, "gpus": 0, "autoscaling": {"mode": "Off"}}
+    decode["drain"] = {"timeoutSeconds": 100, "onTimeout": "Wait"}
+    redis = {"secretRef": {"name": "redis"}}
+    await cluster.make(service(redis=redis, prefill={"gpus": 0}, decode=decode))
+    try:
+        runner = operator()
+        await runner.reconcile(Key("ModelService", "default", "chat"))
+        for _ in range(2):
+            await runner.reconcile(POOL)
+        await cluster.edit("DecodePool", "chat-decode", lambda o: o["spec"].update(replicas=0))
+        await drain()
+        clocks.ahead_s += step_s
+        clocks.now_s += 60.0
+        assert (await drain())["waitedSeconds"] == 60
+        runner = operator()
+        clocks.ahead_s += step_s
+        clocks.now_s += 30.0
+        assert "timedOut" not in await drain()
+        clocks.now_s += 39.0
+        assert "timedOut" not in await drain()
+        clocks.now_s += 1.0
+        assert (await drain())["timedOut"]
+    finally:
+        await kube.close()
