@@ -45,7 +45,6 @@ from millrace.instance.host import WorkerOptions, open_for, serve_role
 from millrace.instance.latency import prefill_latency
 from millrace.instance.role import Loaded, WorkerContext
 from millrace.instance.shards.shard_table import NOBODY, ShardTable
-from millrace.instance.spans import Stopwatch
 from millrace.instance.tasks import Tasks
 from millrace.instance.vitals import open_vitals
 from millrace.profiles import decode_step
@@ -87,7 +86,6 @@ class MixedRole(TokenRole):
         )
         self._prompts = Prompts(context, table, self._output, self._packer, tasks)
         self._compute = MixedCompute(context.engine, context.config.engine.max_batch)
-        self._clock = Stopwatch(0.0)  # seconds since the epoch
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mixed-compute")
 
     def complete_registration(self, base: Registration) -> Registration:
@@ -109,7 +107,7 @@ class MixedRole(TokenRole):
                 Registered(policy=name, weights=weights) | PolicyInForce(name=name, weights=weights)
             ):
                 if name:
-                    self._packer.rank_by(name, weights, self._clock.now_s())
+                    self._packer.rank_by(name, weights, time.monotonic())
             case Cancel(request_id=request_id):
                 self.cancel(request_id)
             case Drain():
@@ -147,7 +145,7 @@ class MixedRole(TokenRole):
         rows = self._compute.batch.rows()
         return self._packer.pack(
             self._prompts.waiting(),
-            self._clock.now_s(),
+            time.monotonic(),
             decodes=len(rows),
             context_tokens=int(rows.kv_lens.sum()),
             pace_s=self._tightest_pace_s(),
@@ -169,7 +167,7 @@ class MixedRole(TokenRole):
             self._decode_metrics.batch.observe(plan.shape.decodes)
             self._decode_metrics.step_s.observe(iteration.seconds)
             self._decode_metrics.device_steps.follow(self._compute.states.steps)
-        for request in self._prompts.take(plan, iteration, self._clock.now_s()):
+        for request in self._prompts.take(plan, iteration, time.monotonic()):
             self._admissions.keep_prefix(request)
 
     def _let_out(self) -> None:

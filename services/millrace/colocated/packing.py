@@ -44,7 +44,7 @@ _GRANULARITY: Final = 256  # tokens between entries of Algorithm 3's table
 class Prompt:
     """A prompt that the instance computes.
 
-    `standing` is the policy's view of the prompt; its times are in seconds since the epoch.
+    `standing` is the policy's view of the prompt; its times are of time.monotonic.
     """
 
     request: DecodeRequest
@@ -165,7 +165,7 @@ class IterationPacker:
             max_new_tokens=spec.sampling.max_tokens,
             choices=spec.sampling.n,
             slo=spec.slo,
-            arrival_s=spec.arrival_unix_s,
+            arrival_s=request.clock.arrival_s,
             tenant=spec.tenant,
             priority=spec.priority,
         )
@@ -186,7 +186,7 @@ class IterationPacker:
         self._order.started(standing)
 
     def computed(self, prompt: Prompt, now_s: float) -> None:
-        """Notes that the prompt has its first token; `now_s` is since the epoch."""
+        """Notes that the prompt has its first token; `now_s` is of time.monotonic."""
         self._order.computed(prompt.standing, now_s)
 
     def alone_s(self, request: DecodeRequest) -> float:

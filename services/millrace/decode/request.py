@@ -25,7 +25,8 @@ from millrace.decode.held_pages import HeldPages
 from millrace.engine.decode_batch import Sequence
 from millrace.engine.sampling.spec import SamplingSpec
 from millrace.instance.sampling import sampling_spec
-from millrace.instance.spans import RequestTrace, Stopwatch
+from millrace.instance.spans import RequestTrace
+from millrace.telemetry.tracing.stopwatch import Stopwatch
 from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer
 
 #: An answer's trace has a moment for every so many tokens, at most so many moments.

@@ -2,49 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import time
-from typing import Final
-
 from millrace.core.request_spec import RequestSpec
 from millrace.core.span import Span
 from millrace.telemetry.tracing.context import log_fields
+from millrace.telemetry.tracing.stopwatch import Stopwatch
 from millrace.telemetry.tracing.tracer import NO_TRACER, Tracer
-
-#: Two clocks read within this time agree well enough; else both are read again, a few times.
-_SOON_S: Final = 5e-5
-_MOST_READS: Final = 16
-
-
-class Stopwatch:
-    """A clock that counts seconds since a request's arrival at the proxy."""
-
-    def __init__(self, arrival_unix_s: float) -> None:
-        self._arrival_unix_s = arrival_unix_s
-
-    def now_s(self) -> float:
-        return time.time() - self._arrival_unix_s
-
-    def at_monotonic_s(self, monotonic_s: float) -> float:
-        """Converts a time of time.monotonic."""
-        return monotonic_s + _monotonic_zero_unix_s() - self._arrival_unix_s
-
-
-def _monotonic_zero_unix_s() -> float:
-    """Returns the Unix time at which time.monotonic is 0.
-
-    Other threads and processes may run for milliseconds between two reads of clocks: the quickest
-    of a few pairs counts.
-    """
-    best_s, zero_s = math.inf, 0.0
-    for _ in range(_MOST_READS):
-        before_s, unix_s = time.monotonic(), time.time()
-        took_s = time.monotonic() - before_s
-        if took_s < best_s:
-            best_s, zero_s = took_s, unix_s - before_s
-        if took_s <= _SOON_S:
-            break
-    return zero_s
 
 
 def span(

@@ -26,8 +26,8 @@ from millrace.engine.parallel.shard_ranks import MemberShards
 from millrace.instance.role import HostContext
 from millrace.instance.shards.shard_metrics import ShardMetrics, TimedShards
 from millrace.instance.shards.shard_table import HeldShard, ShardTable
-from millrace.instance.spans import Stopwatch
 from millrace.instance.tasks import Tasks
+from millrace.telemetry.tracing.stopwatch import Stopwatch
 from millrace.transfer.kvp.server import KvpServer, ShardCompute
 from millrace.transfer.push.handshake import stale_receiver
 from millrace.transfer.push.receive.manager import ReceiveManager

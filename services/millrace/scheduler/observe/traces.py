@@ -11,6 +11,7 @@ from millrace.core.scheduler.dispatch.dispatcher import Planned
 from millrace.core.scheduler.effects import Record, RunPrefill
 from millrace.telemetry.tracing.context import log_fields
 from millrace.telemetry.tracing.finished import Attributes
+from millrace.telemetry.tracing.stopwatch import Stopwatch
 from millrace.telemetry.tracing.tracer import Scope, Tracer
 
 
@@ -20,7 +21,7 @@ class _Traced:
 
     scope: Scope
     traceparent: str
-    arrival_unix_s: float
+    clock: Stopwatch
     submitted_s: float
     queued_s: float  # since when it waits to be sent; it may wait again after a failed attempt
     sent_attempt: int = 0
@@ -33,7 +34,7 @@ class SchedulerTraces:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._live: dict[str, _Traced] = {}
-        self._step_unix_s = 0.0
+        self._step_s = 0.0  # of time.monotonic
 
     @property
     def is_on(self) -> bool:
@@ -45,13 +46,14 @@ class SchedulerTraces:
             return
         scope = self._tracer.scope(traceparent, arrival_unix_s)
         if scope.records:
-            now_s = time.time() - arrival_unix_s
-            self._live[request_id] = _Traced(scope, traceparent, arrival_unix_s, now_s, now_s)
+            clock = Stopwatch(arrival_unix_s)
+            now_s = clock.now_s()
+            self._live[request_id] = _Traced(scope, traceparent, clock, now_s, now_s)
 
     def began_step(self) -> None:
         """Notes that the machine takes an event."""
         if self._live:
-            self._step_unix_s = time.time()
+            self._step_s = time.monotonic()
 
     def planned(self, planned: Planned) -> None:
         """Notes a plan, while the machine decides."""
@@ -64,8 +66,8 @@ class SchedulerTraces:
         if traced is None or traced.sent_attempt == effect.attempt:
             return
         traced.sent_attempt = effect.attempt
-        began_s = self._step_unix_s - traced.arrival_unix_s
-        now_s = time.time() - traced.arrival_unix_s
+        began_s = traced.clock.at_monotonic_s(self._step_s)
+        now_s = traced.clock.now_s()
         named: dict[str, str | int] = {
             "millrace.attempt": effect.attempt,
             "millrace.decode": effect.decode_id,
@@ -83,14 +85,14 @@ class SchedulerTraces:
         if traced is None:
             return
         if record.state is RequestState.QUEUED and traced.sent_attempt:
-            traced.queued_s = self._step_unix_s - traced.arrival_unix_s
+            traced.queued_s = traced.clock.at_monotonic_s(self._step_s)
         elif record.state.is_final:
             self.ended(record.request_id)
 
     def ended(self, request_id: str, error: str = "") -> None:
         """Records the scheduler's span of a request; `error` is empty unless it failed."""
         if (traced := self._live.pop(request_id, None)) is not None:
-            now_s = time.time() - traced.arrival_unix_s
+            now_s = traced.clock.now_s()
             named = {"millrace.request_id": request_id}
             traced.scope.end("schedule", traced.submitted_s, now_s, named, error=error)
 
