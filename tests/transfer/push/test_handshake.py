@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from millrace.core.errors import IntegrityError
 from millrace.core.incarnation import Incarnation
 from millrace.core.kv.layout import KvLayout
-from millrace.core.kv.transfer import HandshakeAsk, Ticket
-from millrace.transfer.push.handshake import Backends, Lease, refusal
+from millrace.core.kv.transfer import HandshakeAsk, HandshakeRefused, Ticket
+from millrace.transfer.push.handshake import Backends, Fences, Lease, refusal
 from millrace.transfer.writer import GRACE_S
 
 A, B, C = (Incarnation(f"prefill-{n}", 1) for n in range(3))
@@ -300,3 +300,20 @@ def test_fences():
     assert "prefill-0 (generation 1) was replaced by generation 2" in why(ask(), {A.id: 2})
     stale = why(ask(receiver=Incarnation("decode-0", 2)), {})
     assert "decode-0 (generation 2)" in stale and "decode-0 (generation 3)" in stale
+
+
+def test_a_fence_lasts_while_the_later_incarnation_speaks():
+    """A sender that starts after its wall clock was set back has the smaller generation."""
+    fences = Fences(DECODE, LAYOUT, 5.0)
+    later = A._replace(generation=9)
+    fences.check(ask(later), 10.0)
+    with pytest.raises(HandshakeRefused, match="stale sender"):
+        fences.check(ask(), 15.0)
+    fences.check(ask(later), 15.0)
+    with pytest.raises(HandshakeRefused, match="stale sender"):
+        fences.check(ask(), 20.0)
+    fences.check(ask(), 20.1)
+    fences.check(ask(), 20.2)
+    fences.check(ask(later), 20.3)
+    with pytest.raises(HandshakeRefused, match="stale sender"):
+        fences.check(ask(), 20.4)

@@ -49,21 +49,32 @@ def refusal(
 
 
 class Fences:
-    """Decides at a receiver which incarnations of senders may speak to it."""
+    """Decides at a receiver which incarnations of senders may speak to it.
 
-    def __init__(self, receiver: Incarnation, layout: KvLayout) -> None:
+    Generations come from the senders' wall clocks: a sender that starts again after its clock was
+    set back looks like an earlier incarnation. So a fence lasts until the later one has asked for
+    nothing for `lease_s`. A sender that was frozen for longer gains nothing by that: its attempts
+    are over.
+    """
+
+    def __init__(self, receiver: Incarnation, layout: KvLayout, lease_s: float) -> None:
         self._receiver = receiver
         self._layout = layout
+        self._lease_s = lease_s
         self._newest: dict[str, int] = {}
+        self._asked_s: dict[str, float] = {}
 
-    def check(self, ask: HandshakeAsk | HistoryAsk) -> None:
+    def check(self, ask: HandshakeAsk | HistoryAsk, now_s: float) -> None:
         """Raises HandshakeRefused for a stale ask; else fences earlier incarnations of the
         sender.
         """
+        sender = ask.ticket.sender
+        if now_s - self._asked_s.get(sender.id, now_s) > self._lease_s:
+            del self._newest[sender.id], self._asked_s[sender.id]
         reason = refusal(ask, receiver=self._receiver, layout=self._layout, newest=self._newest)
         if reason:
             raise HandshakeRefused(f"request {ask.ticket.request_id}: {reason}")
-        self._newest[ask.ticket.sender.id] = ask.ticket.sender.generation
+        self._newest[sender.id], self._asked_s[sender.id] = sender.generation, now_s
 
 
 def stale_receiver(meant: Incarnation, actual: Incarnation) -> str:

@@ -93,7 +93,7 @@ class ReceiveManager:
             on_settled=self._settle,
         )
         self._history = HistoryServer(transport, self._region, config.lease_s, self._settle)
-        self._fences = Fences(self._identity, layout)
+        self._fences = Fences(self._identity, layout, config.lease_s)
         self._inbox = Inbox(transport, TO_RECEIVER, self._read)
         self._ticker = self._loop.create_task(self._tick_forever())
 
@@ -311,7 +311,7 @@ class ReceiveManager:
 
     async def _expected(self, ask: HandshakeAsk | HistoryAsk, deadline_s: float) -> Admission:
         """Returns the admission that a sender means. Raises HandshakeRefused."""
-        self._fences.check(ask)
+        self._fences.check(ask, time.monotonic())
         self._leases.lose_incarnations(ask.ticket.sender)
         return await self._active.wait_for(ask.ticket, deadline_s)
 
