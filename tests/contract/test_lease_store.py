@@ -91,6 +91,20 @@ async def test_a_released_lease_is_free_at_once_and_keeps_its_note(store: LeaseS
     assert third is not None and third.note == b"second"
 
 
+async def test_a_clock_that_is_set_back_lengthens_a_lease_by_one_life_at_most(
+    store: LeaseStore, clock: Clock
+):
+    held = await store.acquire("x", address="a:1", ttl_s=2.0)
+    assert held is not None
+    clock.now_s -= 3600.0
+    assert await store.acquire("x", address="b:1", ttl_s=2.0) is None
+    clock.now_s += 1.9
+    assert await store.acquire("x", address="b:1", ttl_s=2.0) is None
+    clock.now_s += 0.1
+    after = await store.acquire("x", address="b:1", ttl_s=2.0)
+    assert after is not None and after.epoch > held.epoch
+
+
 async def test_epochs_grow_though_the_clock_goes_back(store: LeaseStore, clock: Clock):
     first = await store.acquire("x", address="a:1", ttl_s=1.0)
     assert first is not None

@@ -146,6 +146,27 @@ async def test_a_lease_ends_by_itself_unless_it_is_renewed(store, clock):
     assert (await admit(store, "more", wanted)).admitted
 
 
+@pytest.mark.parametrize("step_s", [3600, -3600])
+async def test_a_step_of_the_clock_closes_no_bucket(store, clock, step_s):
+    wanted = account(Limits(requests_per_minute=1))
+    assert (await admit(store, "before", wanted)).admitted
+    clock.now_s += step_s
+    assert (await admit(store, "after", wanted)).admitted
+    verdict = await admit(store, "more", wanted)
+    assert (verdict.refused, verdict.wait_ms) == ("requests_per_minute", 60_000)
+    clock.now_s += 60
+    assert (await admit(store, "more", wanted)).admitted
+
+
+async def test_a_clock_that_is_set_back_lengthens_no_lease_of_the_dead(store, clock):
+    wanted = account(Limits(concurrency=1))
+    assert (await admit(store, "dead", wanted)).admitted
+    clock.now_s -= 3600
+    assert not (await admit(store, "new", wanted)).admitted
+    clock.now_s += LEASE_MS / 1000
+    assert (await admit(store, "new", wanted)).admitted
+
+
 async def test_all_accounts_are_charged_or_none(store):
     tenant = account(Limits(requests_per_minute=10))
     key = account(Limits(requests_per_minute=1), name="key")
@@ -177,7 +198,7 @@ async def test_both_stores_agree_on_every_step(seed, clock):
     async with private_redis("proxy") as url, opened(url, clock) as other:
         live: dict[str, Sequence[AccountCharge]] = {}
         for step in range(400):
-            clock.now_s += rng.choice((0, 0, 0.001, 0.5, 3, 40))
+            clock.now_s += rng.choice((0, 0, 0.001, 0.5, 3, 40, 0.5, 3, 40, -3, 3600, -3600))
             if live and rng.random() < 0.4:
                 lease = rng.choice(sorted(live))
                 corrected = [fixed(charged, rng.randint(0, 400)) for charged in live.pop(lease)]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import pytest
+from redis.asyncio import Redis
 
 from millrace.core.config import StoreConfig
 from millrace.state.open import open_deadlines, open_records
 from millrace.state.records import Deadlines, MemoryRecords, Record, RecordStore
-from support.stores import chosen_redis, patient
+from millrace.state.redis.records import RedisRecords
+from support.stores import chosen_redis, patient, private_redis
 
 
 @pytest.fixture(params=["memory", "redis", "cluster"])
@@ -89,6 +93,36 @@ async def test_a_claim_keeps_others_out_until_the_lease_is_over(store: RecordSto
     yours = await store.claim("a", "you", 60.0)
     assert yours is not None and yours.owner == "you"
     assert not await store.renew("a", "me", 60.0)
+
+
+@pytest.mark.parametrize("config", ["redis", "cluster"], indirect=True)
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+async def test_the_proxys_own_clock_means_nothing(
+    store: RecordStore, step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unix_ns = time.time_ns
+    for name in "ab":
+        await create(store, name)
+    assert await store.claim("a", "me", 60.0) is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time_ns", lambda: unix_ns() + round(step_s * 1e9))
+        assert await store.claimable(10) == ["b"]
+        assert await store.claim("b", "me", 60.0) is not None
+    assert await store.claimable(10) == []
+
+
+async def test_a_clock_of_redis_that_is_set_back_frees_a_record_after_one_more_lease() -> None:
+    async with private_redis() as url, Redis.from_url(url) as client, AsyncExitStack() as exits:
+        store = RedisRecords(patient(url), "batch")
+        exits.push_async_callback(store.close)
+        await create(store, "a")
+        assert await store.claim("a", "dead", 60.0) is not None
+        key, ahead_ms = "millrace:batch:{a}", (int(time.time()) + 3600) * 1000
+        await client.hset(key, "lease_until", str(ahead_ms))  # as before the step
+        await client.zadd("millrace:batch:open", {"a": ahead_ms / 1000})
+        assert await store.claimable(10) == ["a"]
+        assert await store.claim("a", "me", 0.0) is None
+        assert await store.claim("a", "me", 60.0) is not None
 
 
 async def test_the_former_owner_can_change_nothing(store: RecordStore) -> None:

@@ -55,7 +55,7 @@ async def test_a_new_stream_reads_back(store: StreamStore) -> None:
     record = await found(store)
     assert record == StreamRecord(
         **{"tenant": "acme", "source": b"\x00so", "body": b"1", "fence": 1},
-        **{"final": False, "left_s": record.left_s},
+        **{"final": False, "left_s": record.left_s, "age_s": record.age_s},
     )
     assert not record.lost
     with pytest.raises(IdTaken):

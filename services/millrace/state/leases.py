@@ -74,6 +74,7 @@ class MemoryLeases:
     ) -> Lease | None:
         now_s, known = self._clock(), self._leases.get(name)
         if known is not None and self._until_s[name] > now_s:
+            self._until_s[name] = min(self._until_s[name], now_s + ttl_s)  # it was set back
             return None
         last = max(known.epoch if known else 0, seen)
         now_ms = int(now_s * 1000)

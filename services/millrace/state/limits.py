@@ -91,6 +91,9 @@ class MemoryLimits:
         for wanted in accounts:
             account = self._account(wanted)
             account.leases = {k: v for k, v in account.leases.items() if v > now_ms}
+            if lease:  # a lease that is longer is from before the clock was set back
+                most = now_ms + lease_ms
+                account.leases = {k: min(v, most) for k, v in account.leases.items()}
             known |= lease in account.leases
             if 0 < wanted.concurrency <= len(account.leases):
                 waits.append((0, "concurrency", wanted.account))

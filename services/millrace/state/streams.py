@@ -55,8 +55,8 @@ class Lease:
 class StreamRecord:
     """A stream. `source` never changes, `body` is its owner's; both are opaque here.
 
-    `fence` rises with every owner. `left_s`: until its owner's lease expires; of a final stream it
-    means nothing.
+    `fence` rises with every owner. `left_s`: until its owner's lease expires; `age_s`: since it was
+    created; both by the store's clock. Of a final stream they mean nothing.
     """
 
     tenant: str
@@ -65,6 +65,7 @@ class StreamRecord:
     fence: int
     final: bool
     left_s: float
+    age_s: float
 
     @property
     def lost(self) -> bool:
@@ -125,6 +126,7 @@ class _Entry:
     tenant: str
     source: bytes
     body: bytes
+    created_s: float
     expires_s: float
     held_until_s: float
     wanted_until_s: float
@@ -158,6 +160,7 @@ class MemoryStreams:
             tenant=tenant,
             source=source,
             body=body,
+            created_s=now_s,
             expires_s=now_s + ttl_s,
             held_until_s=now_s + lease.held_s,
             wanted_until_s=now_s + lease.wanted_s,
@@ -175,6 +178,7 @@ class MemoryStreams:
             fence=entry.fence,
             final=entry.final,
             left_s=entry.held_until_s - self._clock(),
+            age_s=self._clock() - entry.created_s,
         )
 
     async def renew(self, stream_id: str, fence: int, body: bytes, lease: Lease) -> Hold:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 
 import pytest
@@ -66,6 +67,26 @@ async def test_another_replica_adopts_a_lost_stream(
     for stack in replicas:
         again = await resumed(stack, stream_id)
         assert events_of(again) == found + rest, again
+    lost.script.hold.set()
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+async def test_an_adopted_request_has_the_age_that_the_stores_clock_says(
+    replicas, short_leases, monkeypatch, step_s
+):
+    """The wall clock of the replica that adopts it is an hour off."""
+    one, other = replicas
+    path, fields = KINDS[0]
+    lost = Decode(one, Script(reply=REPLY, hold=asyncio.Event(), hold_after=12))
+    stream_id, found = await cut(one, path, {**fields, "millrace": {"e2e_slo_ms": 2_000_000}}, 3)
+    await lost.at_hold.wait()
+    await one.proxy.store.finish({stream_id: "cancelled"})
+    Decode(other, Script(reply=REPLY))
+    unix_ns = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: unix_ns() + round(step_s * 1e9))
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)
+    await resumed(other, stream_id, found[-1][0])
+    assert 2000.0 - 10 * HANG_S < other.fleet.specs[-1].slo.e2e_s < 2000.0
     lost.script.hold.set()
 
 

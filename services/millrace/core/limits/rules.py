@@ -154,6 +154,8 @@ class Meter:
         """Returns the level at `now_ms`, before the charge."""
         if charge.daily:
             return self.level if self.at == now_ms // DAY_MS else 0
+        if self.at > now_ms + MINUTE_MS:  # the clock was set back: nobody waits until then
+            return 0
         return max(0, self.level - max(0, now_ms - self.at) * charge.limit)
 
     def wait_ms(self, charge: Charge, now_ms: int) -> int:
@@ -168,7 +170,8 @@ class Meter:
         """Adds the charge, whether it fits or not."""
         unit = 1 if charge.daily else MINUTE_MS
         self.level = max(0, self.level_at(charge, now_ms) + charge.amount * unit)
-        self.at = now_ms // DAY_MS if charge.daily else max(self.at, now_ms)
+        late = self.at if self.at <= now_ms + MINUTE_MS else now_ms
+        self.at = now_ms // DAY_MS if charge.daily else max(late, now_ms)
 
 
 def level_of(charge: Charge, level: int, now_ms: int) -> Level:

@@ -157,7 +157,7 @@ class OwnedStreams:
         if latest is None or latest.fence != fence:
             return
         state = read_state(latest.body)
-        replay = await rebuilt(self._replays, self.shared.requests, source, state)
+        replay = await rebuilt(self._replays, self.shared.requests, source, state, latest.age_s)
         if replay is None:
             await self._end_lost(stream_id, latest, state)
             return

@@ -102,14 +102,20 @@ class Replays:
         if source.context_ids:
             ids[-len(source.context_ids) :] = source.context_ids
         prompt = EnginePrompt(ids=ids, end=source.prompt_end)
-        return self._make(source, prompt, self._options(source), "", cached_tokens, after)
+        return self._make(source, prompt, self._options(source), "", cached_tokens, after, 0.0)
 
     def to_continue(
-        self, source: StreamSource, spec: RequestSpec, prompt_ids: TokenArray, cached_tokens: int
+        self,
+        source: StreamSource,
+        spec: RequestSpec,
+        prompt_ids: TokenArray,
+        cached_tokens: int,
+        age_s: float,
     ) -> Replay:
         """Returns a replay whose request can go on.
 
         `spec` is of its last incarnation, `prompt_ids` are that incarnation's, int32 [tokens].
+        `age_s`: since its arrival, by a clock that all replicas have in common.
         """
         options = self._options(source)
         sampling = options.sampling._replace(seed=spec.sampling.seed)
@@ -124,7 +130,7 @@ class Replays:
             )
         ids = prompt_ids[: source.prompt_tokens]
         prompt = EnginePrompt(ids=ids, end=source.prompt_end, blocks=blocks)
-        replay = self._make(source, prompt, options, spec.tenant, cached_tokens, None)
+        replay = self._make(source, prompt, options, spec.tenant, cached_tokens, None, age_s)
         request = replay.request
         request.suspect(spec.deaths)
         request.spec = replace(request.spec, traceparent=spec.traceparent)
@@ -142,9 +148,10 @@ class Replays:
         tenant: str,
         cached_tokens: int,
         after: EventId | None,
+        age_s: float,
     ) -> Replay:
         arrival = Arrival(
-            at=time.monotonic() - max(0.0, time.time_ns() / 1e9 - source.created_s),
+            at=time.monotonic() - age_s,
             unix_s=source.created_s,
             slo=slo_of(source),
             tenant=tenant,
@@ -165,15 +172,20 @@ async def is_left_over(replays: Replays, requests: RequestStore, record: StreamR
     request = await requests.get(state.incarnation)
     if request is None or request.state != RequestState.FINISHED.value:
         return request is not None and request.state == RequestState.CANCELLED.value
-    replay = await rebuilt(replays, requests, read_source(record.source), state)
+    source = read_source(record.source)
+    replay = await rebuilt(replays, requests, source, state, record.age_s)
     return replay is not None and replay.finished
 
 
 async def rebuilt(
-    replays: Replays, requests: RequestStore, source: StreamSource, state: StreamState
+    replays: Replays,
+    requests: RequestStore,
+    source: StreamSource,
+    state: StreamState,
+    age_s: float,
 ) -> Replay | None:
     """Returns a stream up to its last journalled token. Its request can go on, unless its answer is
-    whole. None: it has failed, or its record or its prompt is gone.
+    whole. None: it has failed, or its record or its prompt is gone. `age_s`: as in `StreamRecord`.
     """
     record = await requests.get(state.incarnation)
     if record is None:
@@ -191,7 +203,7 @@ async def rebuilt(
     ids = await _kept_prompt(requests, record)
     if ids is None:
         return None
-    replay = replays.to_continue(source, decode_spec(record.spec), ids, cached)
+    replay = replays.to_continue(source, decode_spec(record.spec), ids, cached, age_s)
     replay.request.stored[state.incarnation] = record.spec
     return _fed(replay, tokens)
 

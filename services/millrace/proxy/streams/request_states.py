@@ -121,7 +121,7 @@ class RequestStates:
         if prompt is not None:
             state, computed = prompt.state.value, prompt.computed_tokens
             left_s, place = prompt.left_s, prompt.queue_place
-        waited_s = time.time_ns() / 1e9 - spec.arrival_unix_s
+        waited_s = max(0.0, time.time_ns() / 1e9 - spec.arrival_unix_s)  # two processes' clocks
         return RequestReport(
             id=response_id,
             state=state,

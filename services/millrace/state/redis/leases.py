@@ -19,7 +19,13 @@ _ACQUIRE = Script(
     + """
 local now = tonumber(ARGV[1]) or now_ms()
 local known = redis.call('HMGET', KEYS[1], 'epoch', 'until', 'note')
-if known[2] and tonumber(known[2]) > now then return {0, ''} end
+local ends = tonumber(known[2] or 0)
+if ends > now then
+  if ends > now + tonumber(ARGV[2]) then  -- the clock was set back: nobody waits longer than this
+    redis.call('HSET', KEYS[1], 'until', string.format('%.0f', now + tonumber(ARGV[2])))
+  end
+  return {0, ''}
+end
 local last = math.max(tonumber(known[1]) or 0, tonumber(ARGV[4]))
 local epoch = math.max(last - last % 1000 + 1000 + now % 1000, now)
 redis.call('HSET', KEYS[1], 'epoch', string.format('%.0f', epoch), 'address', ARGV[3],

@@ -47,6 +47,8 @@ local function read(account)
     charge.at = at
     if charge.daily then
       charge.level = at == day and level or 0
+    elseif at > now + {MINUTE_MS} then
+      charge.level, charge.at = 0, now
     else
       charge.level = math.max(0, level - math.max(0, now - at) * charge.limit)
     end
@@ -72,6 +74,12 @@ _ADMIT = Script(
 local refusing, refused, wait, known = 0, 0, -1, false
 for i, account in ipairs(accounts) do
   redis.call('ZREMRANGEBYSCORE', account.leases, '-inf', now)
+  if lease ~= '' then  -- a lease that is longer is from before the clock was set back
+    local most = now + lease_ms
+    for _, one in ipairs(redis.call('ZRANGEBYSCORE', account.leases, '(' .. most, '+inf')) do
+      redis.call('ZADD', account.leases, most, one)
+    end
+  end
   read(account)
   if redis.call('ZSCORE', account.leases, lease) then known = true end
   if account.concurrency > 0 and redis.call('ZCARD', account.leases) >= account.concurrency then

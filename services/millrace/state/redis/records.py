@@ -6,7 +6,6 @@ lists the open records with the time of their next claim: hints both, the record
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 from redis.asyncio import Redis
@@ -47,8 +46,14 @@ _CLAIM = Script(
     + """
 local known = redis.call('HMGET', KEYS[1], 'version', 'final', 'lease_until')
 if not known[1] or known[2] then return -1 end
-if tonumber(known[3]) > now_ms() then return 0 end
-redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'lease_until', now_ms() + tonumber(ARGV[2]))
+local now, ends = now_ms(), tonumber(known[3])
+if ends > now then
+  if ends > now + tonumber(ARGV[2]) then  -- the clock was set back: nobody waits longer than this
+    redis.call('HSET', KEYS[1], 'lease_until', now + tonumber(ARGV[2]))
+  end
+  return 0
+end
+redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'lease_until', now + tonumber(ARGV[2]))
 redis.call('HINCRBY', KEYS[1], 'version', 1)
 return 1
 """
@@ -71,6 +76,31 @@ if known[1] ~= ARGV[1] or known[2] then return 0 end
 redis.call('HSET', KEYS[1], 'owner', '', 'lease_until', 0)
 redis.call('HINCRBY', KEYS[1], 'version', 1)
 return 1
+"""
+)
+# KEYS: open records. ARGV: a record, ms until its next claim, or 0: at once.
+_HINT = Script(
+    NOW_MS
+    + """
+local in_ms = tonumber(ARGV[2])
+local at_s = in_ms > 0 and (now_ms() + in_ms) / 1000 or 0
+return redis.call('ZADD', KEYS[1], string.format('%.3f', at_s), ARGV[1])
+"""
+)
+#: Longer than any lease: a later hint is from before the server's clock was set back.
+_LONGEST_S = 600
+# KEYS: open records. ARGV: how many. The record itself decides whether it can be claimed.
+_CLAIMABLE = Script(
+    NOW_MS
+    + f"""
+local now_s, count = now_ms() / 1000, tonumber(ARGV[1])
+local function listed(from, to)
+  return redis.call('ZRANGEBYSCORE', KEYS[1], from, to, 'LIMIT', 0, count)
+end
+local found = listed('-inf', string.format('%.3f', now_s))
+local late = listed(string.format('(%.3f', now_s + {_LONGEST_S}), '+inf')
+for i = 1, math.min(count - #found, #late) do found[#found + 1] = late[i] end
+return found
 """
 )
 _FIELDS = ("tenant", "body", "version", "owner", "final")
@@ -147,11 +177,7 @@ class RedisRecords:
         return _names(rows)
 
     async def claimable(self, count: int) -> list[str]:
-        key, now_s = self._open, time.time_ns() / 1e9
-        rows = await self._link.again(
-            key, lambda client: client.zrangebyscore(key, "-inf", now_s, start=0, num=count)
-        )
-        return _names(rows)
+        return _names(await self._link.run(ScriptCall(_CLAIMABLE, [self._open], (count,))))
 
     async def claim(self, record_id: str, owner: str, lease_s: float) -> Record | None:
         claimed = await self._run(_CLAIM, record_id, owner, round(lease_s * 1000))
@@ -184,8 +210,7 @@ class RedisRecords:
 
     async def _hint(self, record_id: str, in_s: float) -> None:
         """Lists an open record to be claimed after `in_s`."""
-        row = {record_id: time.time_ns() / 1e9 + in_s if in_s else 0.0}
-        await self._link.again(self._open, lambda client: client.zadd(self._open, row))
+        await self._link.run(ScriptCall(_HINT, [self._open], (record_id, round(in_s * 1000))))
 
     async def _unlist(self, index: bytes, record_id: str) -> None:
         await self._link.again(index, lambda client: client.zrem(index, record_id))

@@ -13,8 +13,8 @@ from millrace.state.redis.scripts import NOW_MS, Script, ScriptCall
 from millrace.state.store import IdTaken
 from millrace.state.streams import Hold, Lease, StreamRecord
 
-# A stream's fields: tenant, source, body, fence; held and wanted, until ms of the server's clock;
-# `final` once it is final.
+# A stream's fields: tenant, source, body, fence; created, held and wanted, ms of the server's clock
+# (the latter two: until then); `final` once it is final.
 _NOW = (
     NOW_MS
     + """
@@ -36,7 +36,7 @@ _CREATE = Script(
     + """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 redis.call('HSET', KEYS[1], 'tenant', ARGV[1], 'source', ARGV[2], 'body', ARGV[3],
-  'held', now + ARGV[4], 'wanted', now + ARGV[5], 'fence', ARGV[7])
+  'created', now, 'held', now + ARGV[4], 'wanted', now + ARGV[5], 'fence', ARGV[7])
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
 return 1
 """
@@ -111,15 +111,18 @@ class RedisStreams:
 
     async def get(self, stream_id: str) -> StreamRecord | None:
         key = self._key(stream_id)
-        fields = ("tenant", "source", "body", "fence", "final", "held")
-        tenant, source, body, fence, final, held = await self._link.again(
+        fields = ("tenant", "source", "body", "fence", "final", "held", "created")
+        tenant, source, body, fence, final, held, created = await self._link.again(
             key, lambda client: client.hmget(key, fields)
         )
         if tenant is None:
             return None
-        left_s = 0.0
+        left_s = age_s = 0.0
         if final is None:
-            left_s = (int(as_bytes(held)) - await self._link.now_ms(key)) / 1000
+            now_ms = await self._link.now_ms(key)
+            left_s = (int(as_bytes(held)) - now_ms) / 1000
+            if created is not None:  # else an earlier version of Millrace created it
+                age_s = max(0, now_ms - int(as_bytes(created))) / 1000
         return StreamRecord(
             tenant=as_bytes(tenant).decode(),
             source=as_bytes(source),
@@ -127,6 +130,7 @@ class RedisStreams:
             fence=int(as_bytes(fence)),
             final=final is not None,
             left_s=left_s,
+            age_s=age_s,
         )
 
     async def renew(self, stream_id: str, fence: int, body: bytes, lease: Lease) -> Hold:
