@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 
 class Incarnation(NamedTuple):
-    """One run of one process. A restart has the same id and a greater generation."""
+    """One run of one process. A restart has the same id and a greater generation, unless the wall
+    clock was set back.
+    """
 
     id: str
     generation: int

@@ -20,7 +20,7 @@ from millrace.wire.tls import SERVER_NAME
 #: Longer than anybody runs a stack on one machine.
 VALID = datetime.timedelta(days=365)
 #: Clocks of one machine agree; this is for one that is set back.
-EARLIER = datetime.timedelta(hours=1)
+EARLIER = datetime.timedelta(days=1)
 
 
 def issue_certificates(folder: Path) -> TlsConfig:

@@ -27,8 +27,8 @@ from millrace.state.store import StoreError
 
 log = logging.getLogger(__name__)
 
-#: A blob outlives the record of its file by this, for readers that have begun, and for proxies whose
-#: clocks differ.
+#: A blob outlives the record of its file by this, for readers that have begun, and for proxies
+#: whose clocks differ.
 GRACE_S = 3600.0
 #: Time between two sweeps of a process, and the blobs that one of them removes.
 SWEEP_S = 60.0
