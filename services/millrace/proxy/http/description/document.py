@@ -15,6 +15,7 @@ from millrace.proxy.reply.models.anthropic import MESSAGE_ANSWERS
 from millrace.proxy.reply.models.batch import BATCH_ANSWERS
 from millrace.proxy.reply.models.generation import ANSWERS
 from millrace.proxy.reply.models.pooled import POOLED_ANSWERS
+from millrace.proxy.reply.models.responses import RESPONSE_ANSWERS
 from millrace.proxy.request.models.batch import BATCH, FILE_FORM
 from millrace.proxy.request.models.conversations import (
     CONVERSATION,
@@ -46,7 +47,8 @@ def _schemas(models: Models) -> Json:
     adapters = [*models.first.bodies.types, BATCH, FILE_FORM, *models.first.pooled.types]
     adapters += [CONVERSATION, CONVERSATION_UPDATE, NEW_ITEMS]
     adapters += [TENANT_BODY, *(route.body for route in admin.ROUTES)]
-    adapters += map(TypeAdapter, (*ANSWERS, *MESSAGE_ANSWERS, *BATCH_ANSWERS, *POOLED_ANSWERS))
+    answers = (*ANSWERS, *RESPONSE_ANSWERS, *MESSAGE_ANSWERS, *BATCH_ANSWERS, *POOLED_ANSWERS)
+    adapters += map(TypeAdapter, answers)
     _, schemas = TypeAdapter.json_schemas(
         [(number, "validation", adapter) for number, adapter in enumerate(adapters)],
         ref_template=REFERENCE,
