@@ -29,6 +29,8 @@ class ModelCard:
     defaults: SamplingDefaults
     special_tokens: Mapping[str, str]
     chat_template: str | None
+    #: tokenizer_config.json; empty if the model has none.
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
     embedding: EmbeddingFacts = field(default_factory=EmbeddingFacts)
 
 
@@ -70,6 +72,7 @@ def read_model_card(model: str | Path, max_context_tokens: int = 0) -> ModelCard
         defaults=defaults,
         special_tokens=_special_tokens(tokenizer),
         chat_template=_chat_template(folder, tokenizer),
+        tokenizer_config=tokenizer,
         embedding=EmbeddingFacts(
             pooling=_pooling(folder),
             hidden_size=hidden_size,

@@ -47,7 +47,12 @@ from millrace.proxy.http.endpoints.conversations import (
 from millrace.proxy.http.endpoints.files import FILE_PATH, FILES_PATH, FileEndpoints
 from millrace.proxy.http.endpoints.generate import GenerateEndpoint, Services
 from millrace.proxy.http.endpoints.messages import CreateMessage, count_tokens
-from millrace.proxy.http.endpoints.models import MODEL_PATH, MODELS_PATH, ModelEndpoints
+from millrace.proxy.http.endpoints.models import (
+    MODEL_PATH,
+    MODELS_PATH,
+    TOKENIZER_PATH,
+    ModelEndpoints,
+)
 from millrace.proxy.http.endpoints.pooled import PooledEndpoint
 from millrace.proxy.http.endpoints.requests import (
     EXPLAIN_PATH,
@@ -309,6 +314,8 @@ def _add_models(app: FastAPI, services: Services) -> None:
     listed = RawEndpoint(services, MODELS_PATH, models.list)
     shown = RawEndpoint(services, MODEL_PATH, models.show)
     app.router.routes.append(Route(MODELS_PATH, listed, methods=_READ))
+    tokenizer = RawEndpoint(services, TOKENIZER_PATH, models.tokenizer)
+    app.router.routes.append(Route(TOKENIZER_PATH, tokenizer, methods=_READ))
     with_slashes = MODEL_PATH.replace("}", ":path}")
     app.router.routes.append(Route(with_slashes, shown, methods=_READ))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from millrace.core.config import Config
 from millrace.core.config.models import ModelConfig
 from millrace.grammar.matcher import Grammars
 from millrace.proxy.fleet.gateway import Gateway
-from millrace.proxy.model_card import read_model_card
+from millrace.proxy.model_card import ModelCard, read_model_card
 from millrace.proxy.parsing.families import choose_parsers
 from millrace.proxy.prompts import PromptReader
 from millrace.proxy.reply.builder import Builder
@@ -38,6 +39,8 @@ class ServedModel:
     hasher: PromptHasher
     gateway: Gateway
     scheduler: str
+    #: The JSON of /tokenizer_info.
+    tokenizer_info: bytes
     created: int = field(default_factory=lambda: time.time_ns() // 10**9)
 
     @property
@@ -96,4 +99,16 @@ def read_model(model: ModelConfig, of_proxy: Config, make_gateway: MakeGateway) 
         hasher=PromptHasher(config.engine),
         gateway=make_gateway(limits.model, config, model.scheduler),
         scheduler=model.scheduler,
+        tokenizer_info=tokenizer_info(card),
     )
+
+
+def tokenizer_info(card: ModelCard) -> bytes:
+    """Returns the tokenizer's settings as vLLM shows them, with the chat template in force."""
+    found = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **card.tokenizer_config,
+        **card.special_tokens,
+        "chat_template": card.chat_template,
+    }
+    return json.dumps(found).encode()  # orjson writes no integer above 64 bits: model_max_length

@@ -92,6 +92,7 @@ def test_document_describes_every_route(document):
         "/v1/requests/{request_id}/trace",
         "/v1/models",
         "/v1/models/{model}",
+        "/tokenizer_info",
         "/health",
         "/ready",
         "/metrics",
@@ -236,6 +237,7 @@ def test_answers_are_as_documented(url, document):
         assert case.call_and_validate(base_url=url).status_code == status
     for path in (
         "/v1/models",
+        "/tokenizer_info",
         "/health",
         "/ready",
         "/metrics",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 
 import anthropic
@@ -9,6 +10,9 @@ import httpx2
 import pytest
 import pytest_asyncio
 
+from millrace.bench.gateway.stub_model import write_stub_model
+from millrace.proxy.model_card import read_model_card
+from millrace.proxy.models.served_model import tokenizer_info
 from support.deadlines import HANG_S
 from support.gateway import CONTEXT_TOKENS, MODEL, gateway
 from support.tenants import config_with, tenant_toml
@@ -97,3 +101,37 @@ async def test_requests_are_counted_by_route(tmp_path):
         text = (await stack.http.get("/metrics")).text
         assert 'route="/v1/models/{model:path}"' not in text
         assert 'route="/v1/models/{model}"' in text
+
+
+async def test_tokenizer_info_is_the_tokenizers_file_and_the_template(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    async with gateway(tmp_path) as stack:
+        written = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        found = (await stack.http.get("/tokenizer_info")).json()
+        assert found == {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **written,
+            "chat_template": "{{ messages }}",
+        }
+        assert (await stack.http.get("/tokenizer_info?model=x")).status_code == 404
+
+
+async def test_tokenizer_info_may_hold_large_numbers_and_tokens_as_objects(tmp_path):
+    """As files of Hugging Face's library do: no limit is a number above 64 bits."""
+    settings = {"model_max_length": 10**30, "eos_token": {"content": "<e>", "lstrip": False}}
+    folder = write_stub_model(tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    card = read_model_card(folder)
+    assert card.tokenizer_config == settings
+    assert json.loads(tokenizer_info(card)) == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 10**30,
+        "eos_token": "<e>",
+        "chat_template": None,
+    }
+
+
+async def test_tokenizer_info_is_that_of_the_model_that_is_asked_for(two):
+    first = (await two.http.get("/tokenizer_info")).json()
+    assert (await two.http.get("/tokenizer_info?model=my-small")).json() == first
+    assert (await two.http.get("/tokenizer_info?model=large")).status_code == 200

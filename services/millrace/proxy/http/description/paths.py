@@ -29,7 +29,7 @@ from millrace.proxy.http.endpoints.conversations import (
     ITEM_PATH,
     ITEMS_PATH,
 )
-from millrace.proxy.http.endpoints.models import MOST_LISTED
+from millrace.proxy.http.endpoints.models import MOST_LISTED, TOKENIZER_PATH
 from millrace.proxy.http.endpoints.objectives import (
     CLASS_HEADER,
     E2E_HEADER,
@@ -73,6 +73,7 @@ def paths_of(classes: Sequence[str]) -> Json:
         "/tokenize": {"post": posted("Text or messages to token ids", "Tokenize", "Tokens")},
         "/detokenize": {"post": posted("Token ids to text", "Detokenize", "Text")},
         **_models(),
+        TOKENIZER_PATH: {"get": _tokenizer()},
         "/health": {"get": got("Whether the process answers", json_of("Status"))},
         "/ready": {
             "get": got(
@@ -212,6 +213,12 @@ def _conversations() -> Json:
             "delete": got("Delete an item", json_of("Conversation"), missing, of_item),
         },
     }
+
+
+def _tokenizer() -> Json:
+    asked = query("model", STRING, "Default: the first model.")
+    missing = {"404": error("No such model")}
+    return got("The settings of a model's tokenizer", json_of("TokenizerInfo"), missing, [asked])
 
 
 def _models() -> Json:

@@ -1,6 +1,6 @@
-"""/v1/models: the served models that the key may use, as OpenAI's or as Anthropic's API has them.
+"""/v1/models and /tokenizer_info: the served models that the key may use, and their tokenizers.
 
-The header `anthropic-version` asks for the form of Anthropic's.
+Models are shown as OpenAI's API does; the header `anthropic-version` asks for Anthropic's form.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from millrace.proxy.errors import bad_field, shown
 from millrace.proxy.http.anthropic import wants_anthropic
-from millrace.proxy.http.asgi import Receive, Scope, Send, send_document
+from millrace.proxy.http.asgi import Receive, Scope, Send, send_document, send_json
 from millrace.proxy.http.query import number, query_of
 from millrace.proxy.http.tenants import exchange_of
 from millrace.proxy.models.models import Models
@@ -18,6 +18,7 @@ from millrace.proxy.models.served_model import ServedModel
 
 MODELS_PATH = "/v1/models"
 MODEL_PATH = MODELS_PATH + "/{model}"
+TOKENIZER_PATH = "/tokenizer_info"
 
 MOST_LISTED = 1000
 
@@ -47,6 +48,14 @@ class ModelEndpoints:
         found = self._models.find(name, exchange_of(scope).caller)
         as_document = _as_anthropic if wants_anthropic(scope) else _as_openai
         return await send_document(send, as_document(name, found))
+
+    async def tokenizer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Returns the status that was sent. Without the parameter `model`: the first model."""
+        del receive  # a GET
+        name = query_of(scope).get("model", self._models.first.name)
+        found = self._models.find(name, exchange_of(scope).caller)
+        await send_json(send, 200, found.tokenizer_info)
+        return 200
 
 
 def _as_openai(name: str, model: ServedModel) -> Json:

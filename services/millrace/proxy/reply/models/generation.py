@@ -57,6 +57,13 @@ class Text(TypedDict):
     prompt: str
 
 
+class TokenizerInfo(TypedDict):
+    """The fields of the model's tokenizer_config.json, and these."""
+
+    tokenizer_class: str
+    chat_template: str | None
+
+
 class Tokens(TypedDict):
     """The token ids of a text."""
 
@@ -366,5 +373,6 @@ ANSWERS: tuple[Any, ...] = (
     StoredTenant,
     Tenants,
     Text,
+    TokenizerInfo,
     Tokens,
 )
