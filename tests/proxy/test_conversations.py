@@ -78,6 +78,20 @@ async def test_a_conversation_that_changes_all_the_time_is_locked():
     assert (raised.value.status, raised.value.code) == (409, "conversation_locked")
 
 
+async def test_the_size_of_a_conversation_is_limited():
+    conversations = Conversations(MemoryDocuments(), 60.0)
+    made = (await conversations.create(TENANT, [], {})).fields["id"]
+    long = {**item("a"), "content": [{"type": "input_text", "text": "x" * (9 << 20)}]}
+    await conversations.change(made, TENANT, lambda found: found.with_items([long]))
+    with pytest.raises(ApiError) as raised:
+        await conversations.change(
+            made, TENANT, lambda found: found.with_items([{**long, "id": "b"}])
+        )
+    assert (raised.value.status, raised.value.param) == (400, "items")
+    assert str(16 << 20) in raised.value.message
+    assert names(await conversations.find(made, TENANT)) == ["a"]
+
+
 async def test_items_that_are_there_are_not_added_again():
     """An update may have been made though its connection broke."""
     found = Conversation(fields={}, items=[item("a")]).with_items([item("a"), item("b")])

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from millrace.proxy.errors import ApiError, reachable, shown
+from millrace.proxy.errors import ApiError, bad_field, reachable, shown
 from millrace.proxy.request.item_ids import is_conversation_id, new_conversation_id
 from millrace.proxy.request.responses import messages_of
 from millrace.state.documents import Change, Document, DocumentStore
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
+#: The most bytes of a conversation's document: each change reads and writes all of it.
+_MOST_BYTES = 16 << 20
 #: How often a change is tried again when another one came first.
 _TRIES = 16
 
@@ -55,9 +57,13 @@ class Conversation:
         raise ApiError(404, message, param="item_id", code="item_not_found")
 
     def encoded(self) -> bytes:
-        """Returns the body of its document."""
+        """Returns the body of its document. Raises ApiError if the items are too many."""
         # orjson writes no integer above 64 bits.
-        return json.dumps({"fields": self.fields, "items": self.items}).encode()
+        body = json.dumps({"fields": self.fields, "items": self.items}).encode()
+        if len(body) > _MOST_BYTES:
+            wrong = f"the conversation would have {len(body)} bytes; {_MOST_BYTES} are allowed."
+            raise bad_field("items", wrong)
+        return body
 
 
 class Conversations:
