@@ -10,7 +10,14 @@ import pytest
 
 from millrace.core.config import SchedulerConfig, StoreConfig
 from millrace.core.scheduler import effects
-from millrace.core.scheduler.events import InstanceLeft, PolicyChanged, ProxyLeft, Submitted
+from millrace.core.scheduler.events import (
+    InstanceLeft,
+    PolicyChanged,
+    ProxyLeft,
+    Reopened,
+    Submitted,
+    TakeoverEnded,
+)
 from millrace.core.scheduler.reports import DecodeStarted, RequestFailed
 from millrace.scheduler.loop import SchedulerLoop
 from millrace.scheduler.peers import Proxy, Worker
@@ -189,6 +196,57 @@ async def test_a_double_keeps_the_first_spec():
         assert said(updates) == ["placed"]
         loop.post_now(ProxyLeft(proxy_id="x#1"))
         await eventually(lambda: not loop.machine.requests)
+        (run,) = [c for c in await prefill.outbox.take() if isinstance(c, SendRunPrefill)]
+        assert RequestSpec.FromString(run.request).prompt_tokens == 100
+
+
+async def heard(proxy: Proxy) -> list[object]:
+    return [update for update in await proxy.outbox.take() if not isinstance(update, Fleet)]
+
+
+async def test_an_id_that_another_proxy_holds_is_refused_until_it_is_free():
+    async with running(Hand()) as (loop, _):
+        first, second = Proxy(key="x#1"), Proxy(key="y#1")
+        for proxy in (first, second):
+            loop.post_now(None, proxy)
+        prefills = [join(loop, "p0"), join(loop, "p1")]
+        _ = join(loop, "d0"), join(loop, "d1")
+        await submit(loop, "a", first, 100)
+        await submit(loop, "a", second, 50)
+        await eventually(lambda: loop.machine.requests)
+        assert said(await heard(first)) == ["placed"]
+        (refused,) = await heard(second)
+        assert (refused.request_id, refused.code, refused.retry_after_s) == ("a", "overloaded", 1.0)
+        assert "x#1" in refused.message
+        loop.post_now(ProxyLeft(proxy_id="x#1"))
+        await submit(loop, "a", second, 50)
+        await eventually(lambda: loop.machine.holder("a") == "y#1")
+        assert said(await heard(second)) == ["placed"]
+        sent = [command for prefill in prefills for command in await prefill.outbox.take()]
+        runs = [command.request for command in sent if isinstance(command, SendRunPrefill)]
+        assert [RequestSpec.FromString(run).prompt_tokens for run in runs] == [100, 50]
+
+
+@pytest.mark.parametrize("reopens_first", [True, False])
+async def test_in_a_takeover_the_request_that_was_there_before_counts(reopens_first):
+    estate = Estate(workers=["p0", "d0"], proxies=["x", "y"], is_inherited=True)
+    async with running(Hand(), estate=estate) as (loop, _):
+        former, other = Proxy(key="x#1"), Proxy(key="y#1")
+        for proxy in (former, other):
+            loop.post_now(None, proxy)
+        prefill, _ = join(loop, "p0"), join(loop, "d0")
+        wanted = spec("a", 100)
+        request = codec.request(wanted, proxy_id="x#1", now_s=loop.clock())
+        reopened = (Reopened(request=request), wanted.SerializeToString())
+        if reopens_first:
+            await loop.post(*reopened)
+        await submit(loop, "a", other, 50)
+        if not reopens_first:
+            await loop.post(*reopened)
+        loop.post_now(TakeoverEnded())
+        await eventually(lambda: loop.machine.requests)
+        assert said(await heard(other)) == ["refused"]
+        assert said(await heard(former)) == ["placed"]
         (run,) = [c for c in await prefill.outbox.take() if isinstance(c, SendRunPrefill)]
         assert RequestSpec.FromString(run.request).prompt_tokens == 100
 

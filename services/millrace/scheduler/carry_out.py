@@ -10,6 +10,7 @@ from millrace.core.request import RequestState, Shard
 from millrace.core.scheduler import commands, effects, events
 from millrace.core.scheduler.fleet.prompt_progress import progress_of
 from millrace.core.scheduler.machine import Machine
+from millrace.core.scheduler.outcomes.admission import LEAST_RETRY_S
 from millrace.scheduler.observe.first_tokens import FirstTokens
 from millrace.scheduler.observe.metrics import SchedulerMetrics
 from millrace.scheduler.observe.traces import SchedulerTraces
@@ -65,13 +66,41 @@ class CarryOut:
 
     def note_spec(
         self, event: events.Submitted | events.Reopened, spec: messages.EncodedSpec
+    ) -> bool:
+        """Keeps the spec of a request that is new here; that of a known one must not change.
+
+        Returns False for a new request whose id another proxy's request has. Its client has left
+        that proxy, which will cancel its own; the new one is refused until then.
+        """
+        request, is_new = event.request, isinstance(event, events.Submitted)
+        holder = self._machine.holder(request.id)
+        if holder is None:
+            self._keep_spec(event, spec)
+        elif holder != request.proxy_id and is_new:
+            self._refuse_twin(request.id, request.proxy_id, holder)
+            return False
+        elif holder != request.proxy_id and request.id not in self._machine.requests:
+            self._refuse_twin(request.id, holder, request.proxy_id)  # its wait is over
+            self._keep_spec(event, spec)
+        return True
+
+    def _keep_spec(
+        self, event: events.Submitted | events.Reopened, spec: messages.EncodedSpec
     ) -> None:
-        """Keeps the spec of a request that is new here; that of a known one must not change."""
-        request = event.request
-        if request.id not in self._specs:
-            self._specs[request.id] = spec
-            if not isinstance(event, events.Reopened) or event.token_age_s is None:
-                self._first_tokens.submitted(request)
+        self._specs[event.request.id] = spec
+        if not isinstance(event, events.Reopened) or event.token_age_s is None:
+            self._first_tokens.submitted(event.request)
+
+    def _refuse_twin(self, request_id: str, proxy_id: str, holder: str) -> None:
+        refused = effects.Refuse(
+            request_id=request_id,
+            proxy_id=proxy_id,
+            code="overloaded",
+            message=f"the proxy {holder} still has a request of this id.",
+            retry_after_s=LEAST_RETRY_S,
+        )
+        self._metrics.refused(refused)
+        self.update(proxy_id, refused)
 
     def _place(self, effect: effects.Place) -> None:
         placed = messages.Placed(

@@ -225,7 +225,7 @@ class SchedulerLoop:
             case events.TakeoverEnded(), _:
                 return self._succession.is_open  # else all peers came before the time was over
             case events.Reopened() | events.Submitted(), bytes():
-                self.out.note_spec(event, subject)
+                return self.out.note_spec(event, subject)
             case events.InstanceLeft(), Worker():
                 return self._unregister(subject)
             case events.ProxyLeft(), _:

@@ -255,6 +255,7 @@ class ProxyStreams:
         words: Any = Words()
         parsers: Any = SimpleNamespace(parsers=Parsers())
         self._model = ServedModel(
+            tokenizer_info=b"{}",
             limits=bodies(config.proxy).limits,
             bodies=bodies(config.proxy),
             pooled=nothing,

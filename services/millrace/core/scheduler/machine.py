@@ -210,6 +210,11 @@ class Machine:
         """Returns the request's place in its queue, from 1; None if it waits in none."""
         return queue_place(self._table, request)
 
+    def holder(self, request_id: str) -> str | None:
+        """Returns the proxy that has the open request of this id; None if there is none."""
+        request = self.requests.get(request_id)
+        return self._takeover.holder(request_id) if request is None else request.proxy_id
+
     def check_integrity(self) -> None:
         """Counts everything again from the requests. Raises IntegrityError on a difference."""
         integrity.check(self._table)

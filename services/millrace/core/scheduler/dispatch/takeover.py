@@ -66,6 +66,11 @@ class Takeover:
             self._finished.setdefault(report.request_id, set()).add(here)
         ledger.reported(report)
 
+    def holder(self, request_id: str) -> str | None:
+        """Returns the proxy that has named a request of this id; None if none has."""
+        event = self._reopened.get(request_id) or self._new.get(request_id)
+        return None if event is None else event.request.proxy_id
+
     def submitted(self, event: events.Submitted) -> None:
         """Lets a new request wait."""
         if event.request.id not in self._reopened:
