@@ -155,6 +155,42 @@ async def test_a_stream_whose_end_finds_the_store_without_it_can_be_read(
     assert contents(found + rest) == contents(undisturbed)
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_an_end_that_finds_the_store_away_is_written_when_it_is_back(
+    replicas, store_url, monkeypatch, is_lost
+):
+    """Also where the store lost the stream before it went away."""
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)
+    one, other = replicas
+    hold = asyncio.Event()
+    decode = Decode(one, Script(reply=REPLY, hold=hold, hold_after=6))
+    path, fields = KINDS[1]
+    stream_id, found = await cut(one, path, fields, 3)
+    await decode.at_hold.wait()
+    ends = []
+
+    async def away(*arguments):
+        raise StoreError("no server")
+
+    async def away_at_the_end(*arguments):
+        ends.append(arguments)
+        raise StoreError("no server")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RedisStreams, "renew", away)
+        patch.setattr(RedisStreams, "finish", away_at_the_end)
+        if is_lost:
+            await lose(store_url)
+        hold.set()
+        await eventually(lambda: len(ends) > 2)
+    await eventually(lambda: metric(one).get("restored", 0.0) == float(is_lost))
+    await finished(store_url, stream_id)
+    rest = events_of(await resumed(other, stream_id, found[-1][0]))
+    assert "adopted" not in metric(other)
+    _, undisturbed = await whole(one, path, fields)
+    assert contents(found + rest) == contents(undisturbed)
+
+
 async def test_an_answer_whose_begin_can_not_be_written_goes_on(replicas, store_url, monkeypatch):
     """The store is away when the first token comes: its client gets 200 and all tokens."""
     one, other = replicas

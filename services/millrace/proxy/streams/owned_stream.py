@@ -91,6 +91,7 @@ class OwnedStream:
         self._ended = asyncio.Event()
         self._writing = asyncio.Lock()  # of what the store has of the stream
         self._written = False  # the store has the end, and with it the last state
+        self._settled = False  # nothing is left to write
         self._rewriting = Rewriting(shared.requests)
         self._lives_until_s = time.monotonic() + shared.lives.ttl_s
         self.request.on_recorded = self._recorded
@@ -239,9 +240,26 @@ class OwnedStream:
         shared.count("restored")
         return Hold.HELD
 
+    async def finish_late(self) -> None:
+        """Writes the end that the store did not take, as soon as it answers; a stream that it has
+        lost with its data, too. For as long as it would have kept the end.
+        """
+        until_s = time.monotonic() + self._shared.lives.finished_ttl_s
+        while not self._settled and time.monotonic() < until_s:
+            await asyncio.sleep(lives.RENEW_S)
+            await self._finish()
+
     async def _finish(self) -> None:
-        if not self._fence:
-            return
+        """Writes the end, unless another replica continues the stream."""
+        try:
+            if self._fence:
+                await self._write_end()
+        except StoreError as away:
+            log.warning("stream %s: its end is not in the store yet: %s", self.stream_id, away)
+        else:
+            self._settled = True
+
+    async def _write_end(self) -> None:
         error = self.reply.progress.error
         state = self.state
         if error is not None:
@@ -251,20 +269,17 @@ class OwnedStream:
             return
         ttl_s = self._shared.lives.finished_ttl_s
         store, body = self._shared.store, state.encoded()
-        try:
-            await self._shared.complete_journal(self._incarnation, self.request)
-            finish = partial(store.finish, self.stream_id, self._fence, body, ttl_s)
+        await self._shared.complete_journal(self._incarnation, self.request)
+        finish = partial(store.finish, self.stream_id, self._fence, body, ttl_s)
+        async with self._writing:
+            self._written = await finish()
+        if not self._written and await self._renew(lives.LEASE_S) is Hold.HELD:  # it was lost
             async with self._writing:
                 self._written = await finish()
-            if not self._written and await self._renew(lives.LEASE_S) is Hold.HELD:  # it was lost
-                async with self._writing:
-                    self._written = await finish()
-            if self._written:
-                await self._shared.requests.release(self._incarnation)
-            else:
-                self._fence = 0
-        except StoreError as away:
-            log.warning("stream %s was not finished: %s", self.stream_id, away)
+        if self._written:
+            await self._shared.requests.release(self._incarnation)
+        else:
+            self._fence = 0
 
 
 def _fenced_off() -> ApiError:

@@ -123,7 +123,7 @@ class OwnedStreams:
             return True
         if not self._streams[stream_id].settle():
             return False
-        await asyncio.wait([task])
+        await asyncio.wait([task], timeout=lives.RENEW_S)  # the store may be away
         return stream_id not in self._tasks
 
     async def adopt_if_lost(self, stream_id: str, record: StreamRecord) -> bool:
@@ -203,8 +203,8 @@ class OwnedStreams:
             await stream.keep()
         if not stream.settle():
             return True
-        await asyncio.wait([task])
-        return False
+        await asyncio.wait([task], timeout=lives.RENEW_S)
+        return stream_id in self._tasks
 
     async def close(self) -> None:
         """Releases all streams, so that other replicas continue them."""
@@ -236,14 +236,20 @@ class OwnedStreams:
         return end
 
     def _keep(self, stream: OwnedStream, on_end: OnEnd) -> None:
-        task = asyncio.create_task(stream.run())
+        task = asyncio.create_task(self._run(stream, on_end))
         self._streams[stream.stream_id], self._tasks[stream.stream_id] = stream, task
 
         def ended(task: asyncio.Task[None]) -> None:
             del self._streams[stream.stream_id], self._tasks[stream.stream_id]
-            on_end(handed_on=stream.handed_on)
-            self.shared.waterfalls.leave(stream.stream_id, handed_on=stream.handed_on)
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("stream %s", stream.stream_id, exc_info=error)
 
         task.add_done_callback(ended)
+
+    async def _run(self, stream: OwnedStream, on_end: OnEnd) -> None:
+        try:
+            await stream.run()
+        finally:
+            on_end(handed_on=stream.handed_on)
+            self.shared.waterfalls.leave(stream.stream_id, handed_on=stream.handed_on)
+        await stream.finish_late()
