@@ -12,6 +12,7 @@ import pytest
 
 from millrace.state.open import open_store
 from millrace.state.store import (
+    IdTaken,
     JournalEntry,
     RequestRecord,
     RequestStore,
@@ -332,15 +333,35 @@ async def test_requests_nobody_finishes_expire(opener: Opener) -> None:
         await store.prompt_ids("a")
 
 
-async def test_a_renewal_prolongs_no_life_that_is_set(opener: Opener) -> None:
+async def test_a_renewal_prolongs_open_requests_alone(opener: Opener) -> None:
     store = opener(ttl_s=1, finished_ttl_s=1)
     for name in ("ended", "kept"):
         await store.create(name, spec=b"", prompt_ids=IDS, kept=name == "kept")
     await store.finish({"ended": "finished"})
     await asyncio.sleep(0.6)
     await store.renew(["ended", "kept", "unknown"])
+    renewed_s = time.monotonic()
     await asyncio.sleep(0.5)
-    assert [await store.get(name) for name in ("ended", "kept", "unknown")] == [None] * 3
+    assert [await store.get(name) for name in ("ended", "unknown")] == [None] * 2
+    assert await store.get("kept") is not None or time.monotonic() - renewed_s > 1.0
+
+
+async def test_a_kept_request_takes_the_place_of_a_kept_one_alone(store: RequestStore) -> None:
+    await store.create("a", spec=b"1", prompt_ids=IDS, kept=True)
+    await store.append_tokens([entry("a", 0, 1, 2)])
+    with pytest.raises(IdTaken):
+        await store.create("a", spec=b"2", prompt_ids=IDS)
+    await store.create("a", spec=b"3", prompt_ids=IDS[:2], kept=True)
+    record = await store.get("a")
+    assert record is not None and (record.spec, record.prompt_tokens) == (b"3", 2)
+    assert (await store.prompt_ids("a")).tolist() == IDS[:2].tolist()
+    assert (await store.journal("a", 0)).size == 0
+    await store.create("b", spec=b"1", prompt_ids=IDS)
+    await store.finish({"a": "finished"})
+    await store.release("a")
+    for name in ("a", "b"):
+        with pytest.raises(IdTaken):
+            await store.create(name, spec=b"4", prompt_ids=IDS, kept=True)
 
 
 async def test_many_callers_at_once(store: RequestStore) -> None:

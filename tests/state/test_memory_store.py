@@ -24,15 +24,17 @@ async def test_expired_requests_take_no_memory() -> None:
     assert len(store) == 2
 
 
-async def test_a_request_that_none_may_continue_lives_as_long_as_its_proxy() -> None:
+async def test_a_request_lives_until_its_proxy_is_silent_and_a_kept_one_beyond() -> None:
     now_s = 0.0
     store = MemoryStore(StoreConfig(), clock=lambda: now_s)
-    for name in ("renewed", "left", "kept"):
+    names = ("renewed", "left", "kept", "left-kept")
+    for name in names:
         prompt = np.arange(3, dtype=np.int32)
-        await store.create(name, spec=b"", prompt_ids=prompt, kept=name == "kept")
+        await store.create(name, spec=b"", prompt_ids=prompt, kept="kept" in name)
     now_s = 0.9 * LEASE_S
-    await store.renew(["renewed"])
+    await store.renew(["renewed", "kept"])
     now_s = 1.8 * LEASE_S
-    found = {name: await store.get(name) is not None for name in ("renewed", "left", "kept")}
-    assert found == {"renewed": True, "left": False, "kept": True}
+    assert [await store.get(name) is not None for name in names] == [True, False, True, False]
     assert (await store.prompt_ids("renewed")).size == 3
+    now_s = 3 * LEASE_S
+    assert [await store.get(name) is not None for name in names] == [False, False, True, False]

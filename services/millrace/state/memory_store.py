@@ -65,7 +65,8 @@ class MemoryStore:
     ) -> None:
         check_new_request(request_id, prompt_ids)
         self._drop_expired()
-        if request_id in self._entries:
+        known = self._entries.get(request_id)
+        if known is not None and not (kept and known.kept):
             raise IdTaken(f"request {request_id} is in the store already")
         self._entries[request_id] = _Entry(
             state=RequestState.QUEUED.value,
@@ -75,7 +76,7 @@ class MemoryStore:
             expires_s=0.0,
             kept=kept,
         )
-        self._expire(request_id, self._ttl_s if kept else min(self._ttl_s, LEASE_S))
+        self._expire(request_id, min(self._ttl_s, LEASE_S))
 
     async def prompt_ids(
         self, request_id: str, start: int = 0, stop: int | None = None
@@ -95,8 +96,9 @@ class MemoryStore:
     async def renew(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             entry = self._find(request_id)
-            if entry is not None and not (entry.final or entry.kept):
-                self._expire(request_id, min(self._ttl_s, LEASE_S))
+            if entry is not None and not entry.final:
+                lease_s = self._ttl_s if entry.kept else LEASE_S
+                self._expire(request_id, min(self._ttl_s, lease_s))
 
     async def set_states(self, updates: Sequence[StateUpdate]) -> None:
         for update in updates:

@@ -94,8 +94,9 @@ class RequestStore(Protocol):
     ) -> None:
         """Records a request in state "queued" with its prompt ids (int32 [tokens], not empty).
 
-        `kept`: another request may continue it, so it lives for `ttl_s`, and `finish` leaves its
-        prompt until `release`. Any other request lives for LEASE_S, unless it is renewed.
+        It lives for LEASE_S, unless it is renewed. `kept`: another request may continue it, so
+        `finish` leaves its prompt until `release`. A kept request takes the place of an
+        earlier one: the stream that needed that one is gone.
 
         Raises IdTaken, or StoreError when the id is malformed or when there are no prompt ids.
         """
@@ -118,8 +119,8 @@ class RequestStore(Protocol):
         """
 
     async def renew(self, request_ids: Sequence[str]) -> None:
-        """Lets these requests live for LEASE_S from now on, in one round trip. Does nothing to
-        deleted, finished and kept ones.
+        """Lets these requests live for LEASE_S from now on, kept ones for `ttl_s`, in one round
+        trip. Does nothing to deleted and finished ones.
         """
 
     async def set_states(self, updates: Sequence[StateUpdate]) -> None:

@@ -55,6 +55,9 @@ async def test_every_key_has_a_lifetime_and_one_hash_slot(url: str) -> None:
         life = await lifetimes_ms(client)
         stem = "mill:request:{a}"
         assert life.keys() == {stem, f"{stem}:prompt", f"{stem}:journal"}
+        assert all(50_000 < ms <= 60_000 for ms in life.values())
+        await store.renew(["a"])
+        life = await lifetimes_ms(client)
         assert all(90_000 < ms <= 100_000 for ms in life.values())
         await store.finish({"a": "finished"})
         await store.release("a")

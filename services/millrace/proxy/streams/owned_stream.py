@@ -93,6 +93,7 @@ class OwnedStream:
         self._written = False  # the store has the end, and with it the last state
         self._settled = False  # nothing is left to write
         self._rewriting = Rewriting(shared.requests)
+        self._renewed = ""  # the incarnation whose record lives on without this replica
         self._lives_until_s = time.monotonic() + shared.lives.ttl_s
         self.request.on_recorded = self._recorded
 
@@ -209,6 +210,9 @@ class OwnedStream:
                 hold = await self._restore(body, held_s)
             elif hold is Hold.HELD:
                 await self._rewriting.follow(self.request)
+            if hold is Hold.HELD and self._renewed != self._incarnation:
+                await self._shared.requests.renew([self._incarnation])
+                self._renewed = self._incarnation
         if hold is not Hold.LOST:
             self._shared.waterfalls.note(self.stream_id, self.request)
         return hold
@@ -224,6 +228,7 @@ class OwnedStream:
         if progress.finished:
             final = RequestState.FINISHED if progress.error is None else RequestState.FAILED
         await self._rewriting.begin(self.request, final)
+        self._renewed = ""
         try:
             await shared.store.create(
                 self.stream_id,

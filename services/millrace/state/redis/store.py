@@ -32,17 +32,20 @@ from millrace.state.store import (
 # A record's fields: state, decode_id, kv_tokens, spec, prompt_tokens; `final` once the state is
 # final; `kept` until a kept request is released. An expiry of 0 ms deletes.
 _CREATE = Script("""
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+local seen = redis.call('HMGET', KEYS[1], 'state', 'kept')
+if seen[1] and (ARGV[6] == '0' or not seen[2]) then return 0 end
+if seen[1] then redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[3]) end
 redis.call('HSET', KEYS[1], 'state', ARGV[1], 'spec', ARGV[2], 'prompt_tokens', ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('SET', KEYS[2], ARGV[4], 'PX', ARGV[5])
 if ARGV[6] == '1' then redis.call('HSET', KEYS[1], 'kept', '1') end
 return 1
 """)
+# ARGV: ms that a request lives from now on, and a kept one.
 _RENEW = Script("""
 local seen = redis.call('HMGET', KEYS[1], 'state', 'final', 'kept')
-if not seen[1] or seen[2] or seen[3] then return 0 end
-for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[1]) end
+if not seen[1] or seen[2] then return 0 end
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[seen[3] and 2 or 1]) end
 return 1
 """)
 _SET_STATE = Script("""
@@ -103,11 +106,8 @@ class RedisStore:
         kept: bool = False,
     ) -> None:
         ids = check_new_request(request_id, prompt_ids)
-        keys = request_keys(self._prefix, request_id)
-        life_ms = self._ttl_ms if kept else self._lease_ms
-        fields = (RequestState.QUEUED.value, spec, prompt_ids.size, ids, life_ms, int(kept))
-        call = ScriptCall(_CREATE, (keys.record, keys.prompt), fields)
-        if not await self._link.run_once(call):
+        fields = (RequestState.QUEUED.value, spec, prompt_ids.size, ids, self._lease_ms, int(kept))
+        if not await self._link.run_once(self._all(_CREATE, request_id, fields)):
             raise IdTaken(f"request {request_id} is in the store already")
 
     async def prompt_ids(
@@ -145,7 +145,8 @@ class RedisStore:
         return found
 
     async def renew(self, request_ids: Sequence[str]) -> None:
-        await self._link.run_all([self._all(_RENEW, one, (self._lease_ms,)) for one in request_ids])
+        lives = (self._lease_ms, self._ttl_ms)
+        await self._link.run_all([self._all(_RENEW, one, lives) for one in request_ids])
 
     async def set_states(self, updates: Sequence[StateUpdate]) -> None:
         calls = [
