@@ -14,25 +14,10 @@ from millrace.proxy.text.cuts import PIECE_CHARACTERS, Cuts
 from support.small_tokenizers import RULES, SPECIAL, byte_level, small_tokenizer
 
 ATOMS = (
-    *(
-        "\n",
-        "\n\n",
-        "\r\n",
-        " ",
-        "  ",
-        "\t",
-        " a",
-        "The",
-        "word",
-        "don't",
-        "'s",
-        "'S",
-        "12",
-        "1234567",
-    ),
-    *(".", "!?", "...", "```", "_", "/", "//", "«", *SPECIAL[1:], "<|im", "東京", "é", "e\u0301"),
-    *("\u0301", "한", "\u1161", "😀", "½", "⑴", "ﬁ", "ǆ", "。", "、", "\uff0c", "\uff01", "\uff1f"),
-    *("\u200d", "\u00a0", "\u2028", "\x1c", "\x85"),
+    *("\n", "\n\n", "\r\n", " ", "  ", "\t", " a", "The", "word", "don't", "'s", "'S", "12"),
+    *("1234567", ".", "!?", "...", "```", "_", "/", "//", "«", *SPECIAL[1:], "<|im"),
+    *("東京", "é", "e\u0301", "\u0301", "한", "\u1161", "😀", "½", "⑴", "ﬁ", "ǆ", "。", "、"),
+    *("\uff0c", "\uff01", "\uff1f", "\u200d", "\u00a0", "\u2028", "\x1c", "\x85"),
 )
 
 
