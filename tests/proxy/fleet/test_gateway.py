@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import orjson
 import pytest
@@ -535,3 +537,21 @@ async def test_metrics(stack):
         'millrace_proxy_inflight_requests{model="tiny"} 0.0',
     ):
         assert line in text
+
+
+async def test_the_prompt_of_an_answered_request_is_freed_at_once(stack):
+    """Not when the collector runs: that is seldom, and a prompt may have a million tokens."""
+    hold = stack.fleet.script.hold = asyncio.Event()
+    body = {"model": MODEL, "prompt": "hi there " * 50}
+    gc.disable()
+    try:
+        asking = asyncio.create_task(stack.http.post("/v1/completions", json=body))
+        await eventually(lambda: list(stack.proxy.gateway.requests))
+        (request,) = stack.proxy.gateway.requests
+        prompt = weakref.ref(request.prompt_ids)
+        assert prompt().size > 50
+        hold.set()
+        assert (await asking).status_code == 200
+        await eventually(lambda: prompt() is None)
+    finally:
+        gc.enable()

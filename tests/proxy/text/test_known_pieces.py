@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 
 from millrace.proxy.text.cuts import Pieces
@@ -13,7 +15,9 @@ def arrays(*sizes: int) -> list[np.ndarray]:
 
 
 def shown(known: KnownPieces, keys: list[bytes]) -> list[int | None]:
-    return [None if ids is None else ids.size for ids in known.get(keys)]
+    found = known.get(keys)
+    assert all(ids is None or ids.tolist() == list(range(ids.size)) for ids in found)
+    return [None if ids is None else ids.size for ids in found]
 
 
 def test_keys_tell_texts_kinds_and_salts_apart():
@@ -29,19 +33,33 @@ def test_keys_tell_texts_kinds_and_salts_apart():
 
 
 def test_the_pieces_used_last_stay():
-    known, keys = KnownPieces(most_tokens=10), [b"a", b"b", b"c", b"d"]
-    known.add(keys[:3], arrays(4, 3, 3))
-    assert shown(known, keys) == [4, 3, 3, None]
+    known, keys = KnownPieces(most_tokens=40), [b"a", b"b", b"c", b"d", b"e"]
+    known.add(keys[:4], arrays(10, 10, 10, 10))
     known.get(keys[:1])
-    known.add(keys[3:], arrays(2))
-    assert shown(known, keys) == [4, None, 3, 2]
-    known.add(keys[:1], arrays(4))  # known already
-    assert shown(known, keys) == [4, None, 3, 2]
+    known.add(keys[:1], arrays(10))  # known already
+    known.add(keys[4:], arrays(10))
+    assert shown(known, keys) == [10, None, 10, 10, 10]
 
 
 def test_a_piece_that_is_longer_than_the_room_is_not_kept():
     known = KnownPieces(most_tokens=10)
     known.add([b"a", b"b"], arrays(5, 11))
-    assert shown(known, [b"a", b"b"]) == [None, None]
-    known.add([b"a"], arrays(10))
-    assert shown(known, [b"a"]) == [10]
+    assert shown(known, [b"a", b"b"]) == [5, None]
+    known.add([b"b"], arrays(10))
+    assert shown(known, [b"a", b"b"]) == [None, 10]
+
+
+def test_pieces_are_never_torn():
+    """Whatever is written over, what is found is whole."""
+    rng, known, sizes = random.Random(7), KnownPieces(most_tokens=50), {}
+    hits = 0
+    for _ in range(5000):
+        name = str(rng.randrange(30)).encode()
+        size = sizes.setdefault(name, rng.randrange(1, 15))
+        found = known.get([name])[0]
+        if found is None:
+            known.add([name], [np.full(size, int(name), dtype=np.int32)])
+        else:
+            assert found.tolist() == [int(name)] * size
+            hits += 1
+    assert hits > 500

@@ -371,6 +371,7 @@ class Gateway:
         if request.whole.has_ended:
             self._metrics.finished(request.whole)
         self._records.finish(request_id, "finished")
+        request.drop_prompt()
 
     def _fail(self, request: ProxyRequest, error: ApiError, *, cancel: bool) -> None:
         self._forget(request)

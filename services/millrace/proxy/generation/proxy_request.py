@@ -172,6 +172,13 @@ class ProxyRequest:
     def completion_tokens(self) -> int:
         return sum(choice.token_count for choice in self.choices)
 
+    def drop_prompt(self) -> None:
+        """Frees the prompt of a request that has ended, unless its stream may still need it. The
+        request and its reply refer to each other: long prompts would wait for the collector.
+        """
+        if not self.kept:
+            self.prompt_ids = self.prompt_ids[:0].copy()
+
     def emitted_after(self, known: int) -> list[int]:
         """Returns the tokens after the first `known` tokens, of all incarnations; of one choice."""
         earlier = self.prompt_ids.size - self.prompt_tokens
