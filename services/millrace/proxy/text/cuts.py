@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -32,7 +33,7 @@ _LOCAL_SPLITS = {"Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSpli
 #: Settings of an added token that looks at what is beside it.
 _LOOKS_AROUND = ("lstrip", "rstrip", "single_word")
 
-#: What is tried on both sides of a cut, when a tokenizer is loaded.
+#: What is tried on both sides of a cut, before the first one.
 _BEFORE = (
     *("word", "A Word", "x1", "12", "12345", "don't", "it'", "end.", "?!", "a -", "(", "```"),
     *("**", '"', "«", "_", "/", "\\", "東京", "né", "ne\u0301", "한", "😀", "^ a", "\tx"),
@@ -76,12 +77,19 @@ class Cuts:
         ]
         special = (f"(?={re.escape(token)})" for token in sorted(tokens))
         self._place = re.compile("|".join((*_PLACES, *special)))
+        self._tokenizer = tokenizer
+        self._tokens = tokens
+        self._is_local = _is_local(document)
         self._around = _around(tokenizer)
-        self._possible = (
-            _is_local(document)
-            and not _overlap(tokens)
-            and _has_around(tokenizer, self._around)
-            and _holds(tokenizer, tokens)
+
+    @cached_property
+    def _possible(self) -> bool:
+        """Whether texts may be cut. Some 40 ms, for the first long text."""
+        return (
+            self._is_local
+            and not _overlap(self._tokens)
+            and _has_around(self._tokenizer, self._around)
+            and _holds(self._tokenizer, self._tokens)
         )
 
     def pieces(self, text: str, *, add_special_tokens: bool) -> Pieces:

@@ -67,8 +67,8 @@ class EncoderProcess:
             try:
                 process = self._process = self._process or _start(self._path)
                 assert process.stdin is not None and process.stdout is not None
-                _write(process.stdin, [orjson.dumps([len(texts), add_special_tokens])])
-                _write(process.stdin, [text.encode() for text in texts])
+                head = orjson.dumps([len(texts), add_special_tokens])
+                _write(process.stdin, [head, *(text.encode() for text in texts)])
                 found = [_read(process.stdout) for _ in texts]
             except OSError:
                 self._end()
