@@ -260,6 +260,7 @@ class Gateway:
                     self._scheduler.cancel(one.spec.request_id, reason)
                 self._records.delete(one.stored)
         request.stage = Stage.ENDED
+        request.drop_prompt()
 
     def abandon(self, request: ProxyRequest) -> None:
         """Ends a request here alone: another replica continues it, from its records."""
@@ -370,6 +371,7 @@ class Gateway:
             self._scheduler.cancel(request_id, "stop")
         if request.whole.has_ended:
             self._metrics.finished(request.whole)
+            request.whole.drop_prompt()
         self._records.finish(request_id, "finished")
         request.drop_prompt()
 
@@ -388,6 +390,7 @@ class Gateway:
         if self._live.get(request.spec.request_id) is request:  # else its id was taken
             del self._live[request.spec.request_id]
         self._parking.discard(request)
+        request.drop_prompt()
 
     # -- time
 

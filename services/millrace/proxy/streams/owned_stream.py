@@ -277,7 +277,7 @@ class OwnedStream:
         await self._shared.complete_journal(self._incarnation, self.request)
         finish = partial(store.finish, self.stream_id, self._fence, body, ttl_s)
         async with self._writing:
-            self._written = await finish()
+            self._written = self._written or await finish()
         if not self._written and await self._renew(lives.LEASE_S) is Hold.HELD:  # it was lost
             async with self._writing:
                 self._written = await finish()

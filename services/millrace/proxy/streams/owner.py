@@ -118,13 +118,7 @@ class OwnedStreams:
         """Whether this replica generates no stream of this id. The store does not tell: it may have
         lost its data since. Waits for the end of one that has failed.
         """
-        task = self._tasks.get(stream_id)
-        if task is None:
-            return True
-        if not self._streams[stream_id].settle():
-            return False
-        await asyncio.wait([task], timeout=lives.RENEW_S)  # the store may be away
-        return stream_id not in self._tasks
+        return not await self._goes_on(stream_id)
 
     async def adopt_if_lost(self, stream_id: str, record: StreamRecord) -> bool:
         """Continues a stream whose owner has died, unless another replica is faster. Returns False
@@ -196,14 +190,16 @@ class OwnedStreams:
 
     async def _holds(self, stream_id: str) -> bool:
         """Whether this replica generates the stream, after all; renews its lease."""
-        stream, task = self._streams.get(stream_id), self._tasks.get(stream_id)
-        if stream is None or task is None:
-            return False
-        if not stream.settle():
+        stream = self.find(stream_id)
+        if stream is not None and not stream.settle():
             await stream.keep()
-        if not stream.settle():
-            return True
-        await asyncio.wait([task], timeout=lives.RENEW_S)
+        return await self._goes_on(stream_id)
+
+    async def _goes_on(self, stream_id: str) -> bool:
+        """Whether this replica generates the stream, or can't write its end: the store is away."""
+        task = self._tasks.get(stream_id)
+        if task is not None and self._streams[stream_id].settle():
+            await asyncio.wait([task], timeout=lives.RENEW_S)
         return stream_id in self._tasks
 
     async def close(self) -> None:
