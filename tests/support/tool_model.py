@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 
-from support.gateway import gateway
+from support.gateway import MODEL, gateway
 
 WEATHER = {
     "name": "weather",
@@ -32,3 +32,15 @@ async def serving(folder, *settings, template=TEMPLATE, markers=(), config=None)
     (folder / "chat_template.jinja").write_text(template)
     async with gateway(folder, *settings, markers=markers, config=config) as running:
         yield running
+
+
+async def respond(stack, reply="Good.", **fields):
+    """Returns the response to a request of /v1/responses, for which the model says `reply`."""
+    stack.fleet.script.reply = reply
+    return await stack.client.responses.create(**{"model": MODEL, "input": "hi", **fields})
+
+
+def same_prompt(stack):
+    """Whether the last two requests had the same prompt."""
+    one, two = stack.fleet.specs[-2:]
+    return (one.prompt_tokens, one.prefix_hashes) == (two.prompt_tokens, two.prefix_hashes)

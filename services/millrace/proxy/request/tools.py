@@ -57,6 +57,10 @@ class _Tool(NamedTuple):
     def name(self) -> str:
         return str(self.function["name"])
 
+    @property
+    def schema(self) -> Any:  # noqa: ANN401 - any JSON schema
+        return self.function.get("parameters") or {}
+
 
 def read_tools(checked: Mapping[str, Any]) -> ToolOptions | None:
     """Returns the offered tools; None without tools or with the choice "none".
@@ -83,7 +87,7 @@ def read_tools(checked: Mapping[str, Any]) -> ToolOptions | None:
         constraint = offered[0].grammar if alone else _calls(offered, chosen, parallel=parallel)
     return ToolOptions(
         documents=[{"type": "function", "function": _without_nulls(t.function)} for t in tools],
-        schemas={tool.name: tool.function.get("parameters") or {} for tool in tools},
+        schemas={tool.name: tool.schema for tool in tools},
         parallel=parallel,
         legacy=legacy,
         constraint=constraint,
@@ -120,7 +124,7 @@ def _alone(offered: Sequence[_Tool]) -> str:
 
 
 def _calls(offered: Sequence[_Tool], chosen: _ReadChoice, *, parallel: bool) -> Constraint:
-    schemas = {tool.name: tool.function.get("parameters") or {} for tool in offered}
+    schemas = {tool.name: tool.schema for tool in offered}
     return forced_calls(schemas, most=None if parallel and chosen.several else 1)
 
 

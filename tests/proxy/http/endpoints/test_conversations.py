@@ -13,7 +13,7 @@ import pytest
 from millrace.core.config import TenantConfig, load_config
 from support.gateway import MODEL, gateway
 from support.stores import private_redis
-from support.tool_model import CALL, WEATHER, serving
+from support.tool_model import CALL, WEATHER, respond, same_prompt, serving
 
 CONVERSATIONS = "/v1/conversations"
 TOOL = {"type": "function", "strict": None, **WEATHER}
@@ -29,11 +29,6 @@ async def stack(tmp_path):
         yield running
 
 
-async def ask(stack, reply="Good.", **fields):
-    stack.fleet.script.reply = reply
-    return await stack.client.responses.create(**{"model": MODEL, "input": "hi", **fields})
-
-
 async def items_of(stack, conversation, **query):
     query = {"order": "asc", **query}
     return (await stack.client.conversations.items.list(conversation.id, **query)).data
@@ -41,12 +36,6 @@ async def items_of(stack, conversation, **query):
 
 def texts(items):
     return [item.content[0].text for item in items]
-
-
-def same_prompt(stack):
-    """Whether the last two requests had the same prompt."""
-    one, two = stack.fleet.specs[-2:]
-    return (one.prompt_tokens, one.prefix_hashes) == (two.prompt_tokens, two.prefix_hashes)
 
 
 async def test_a_conversation_is_created_changed_and_deleted(stack):
@@ -86,32 +75,32 @@ async def test_items_are_added_shown_and_deleted(stack):
 
 async def test_a_response_continues_a_conversation_and_joins_it(stack):
     made = await stack.client.conversations.create(items=[said("a"), said("b", "assistant")])
-    first = await ask(stack, "One.", input="c", conversation=made.id)
+    first = await respond(stack, "One.", input="c", conversation=made.id)
     assert first.conversation.id == made.id
-    await ask(stack, "One.", input=[said("a"), said("b", "assistant"), said("c")])
+    await respond(stack, "One.", input=[said("a"), said("b", "assistant"), said("c")])
     assert same_prompt(stack)
     assert texts(await items_of(stack, made)) == ["a", "b", "c", "One."]
     assert (await items_of(stack, made))[3].id == first.output[0].id
-    stream = await ask(stack, "Two.", input="d", conversation={"id": made.id}, stream=True)
+    stream = await respond(stack, "Two.", input="d", conversation={"id": made.id}, stream=True)
     events = [event async for event in stream]
     assert events[-1].response.conversation.id == made.id
     kept = texts(await items_of(stack, made))
     assert kept == ["a", "b", "c", "One.", "d", "Two."]
-    await ask(stack, input="e", conversation=made.id, store=False)
+    await respond(stack, input="e", conversation=made.id, store=False)
     assert texts(await items_of(stack, made)) == [*kept, "e", "Good."]
 
 
 async def test_calls_and_their_outputs_join_a_conversation(stack):
     made = await stack.client.conversations.create()
-    first = await ask(stack, CALL, tools=[TOOL], conversation=made.id)
+    first = await respond(stack, CALL, tools=[TOOL], conversation=made.id)
     output = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "sun"}
-    await ask(stack, input=[output], tools=[TOOL], conversation=made.id)
+    await respond(stack, input=[output], tools=[TOOL], conversation=made.id)
     kinds = [item.type for item in await items_of(stack, made)]
     assert kinds == ["message", "function_call", "function_call_output", "message"]
 
 
 async def test_references_among_new_items_are_replaced(stack):
-    first = await ask(stack, "One.")
+    first = await respond(stack, "One.")
     reference = {"type": "item_reference", "id": first.output[0].id}
     made = await stack.client.conversations.create(items=[said("a"), reference])
     assert texts(await items_of(stack, made)) == ["a", "One."]
@@ -122,7 +111,7 @@ async def test_references_among_new_items_are_replaced(stack):
 
 async def test_turns_at_the_same_time_all_join(stack):
     made = await stack.client.conversations.create()
-    await asyncio.gather(*(ask(stack, input=str(i), conversation=made.id) for i in range(6)))
+    await asyncio.gather(*(respond(stack, input=str(i), conversation=made.id) for i in range(6)))
     found = texts(await items_of(stack, made))
     assert sorted(found) == sorted([*map(str, range(6)), *["Good."] * 6])
 
@@ -135,7 +124,7 @@ async def test_any_replica_has_the_conversation_and_a_turn_joins_once(tmp_path):
             for name in ("a", "b")
         ]
         made = await one.client.conversations.create(items=[said("a")])
-        turns = [ask(stack, input="b", conversation=made.id) for stack in (one, two) * 2]
+        turns = [respond(stack, input="b", conversation=made.id) for stack in (one, two) * 2]
         await asyncio.gather(*turns)
         assert sorted(texts(await items_of(two, made))) == ["Good."] * 4 + ["a"] + ["b"] * 4
 
@@ -162,7 +151,7 @@ async def test_another_key_does_not_see_the_conversation(tmp_path):
 
 async def test_conversations_and_responses_are_no_documents_of_each_other(stack):
     made = await stack.client.conversations.create(items=[said("a")])
-    answer = await ask(stack)
+    answer = await respond(stack)
     with pytest.raises(openai.NotFoundError):
         await stack.client.responses.retrieve(made.id)
     with pytest.raises(openai.NotFoundError):

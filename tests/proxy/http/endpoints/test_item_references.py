@@ -12,7 +12,7 @@ import pytest
 from millrace.core.config import TenantConfig, load_config
 from support.gateway import MODEL
 from support.stores import private_redis
-from support.tool_model import TWO, WEATHER, serving
+from support.tool_model import TWO, WEATHER, respond, same_prompt, serving
 
 TOOL = {"type": "function", "strict": None, **WEATHER}
 USER = {"role": "user", "content": "hi"}
@@ -24,19 +24,8 @@ async def stack(tmp_path):
         yield running
 
 
-async def ask(stack, reply="Good.", **fields):
-    stack.fleet.script.reply = reply
-    return await stack.client.responses.create(**{"model": MODEL, "input": "hi", **fields})
-
-
 def reference(item_id):
     return {"type": "item_reference", "id": item_id}
-
-
-def same_prompt(stack):
-    """Whether the last two requests had the same prompt."""
-    one, two = stack.fleet.specs[-2:]
-    return (one.prompt_tokens, one.prefix_hashes) == (two.prompt_tokens, two.prefix_hashes)
 
 
 async def input_of(stack, response):
@@ -44,15 +33,15 @@ async def input_of(stack, response):
 
 
 async def test_references_stand_for_the_items_of_stored_responses(stack):
-    first = await ask(stack, f"<think>so</think>{TWO}", tools=[TOOL])
+    first = await respond(stack, f"<think>so</think>{TWO}", tools=[TOOL])
     assert [item.type for item in first.output][:2] == ["reasoning", "message"]
     outputs = [
         {"type": "function_call_output", "call_id": item.call_id, "output": "Rain."}
         for item in first.output[2:]
     ]
     items = [USER, *(reference(item.id) for item in first.output), *outputs]
-    second = await ask(stack, input=items, tools=[TOOL])
-    await ask(stack, input=outputs, previous_response_id=first.id, tools=[TOOL])
+    second = await respond(stack, input=items, tools=[TOOL])
+    await respond(stack, input=outputs, previous_response_id=first.id, tools=[TOOL])
     assert same_prompt(stack)
     shown = await input_of(stack, second)
     assert [item.id for item in shown[1:5]] == [item.id for item in first.output]
@@ -61,21 +50,21 @@ async def test_references_stand_for_the_items_of_stored_responses(stack):
 
 
 async def test_items_of_an_input_can_be_named_and_named_again(stack):
-    first = await ask(stack)
+    first = await respond(stack)
     [given] = await input_of(stack, first)
     items = [reference(given.id), reference(first.output[0].id), {"role": "user", "content": "b"}]
-    second = await ask(stack, input=items)
+    second = await respond(stack, input=items)
     named = [reference(item.id) for item in await input_of(stack, second)]
     assert len({item["id"] for item in named}) == 3
-    await ask(stack, input=named)
+    await respond(stack, input=named)
     assert same_prompt(stack)
-    await ask(stack, input=[{"id": each["id"]} for each in named])
+    await respond(stack, input=[{"id": each["id"]} for each in named])
     assert same_prompt(stack)
 
 
 async def test_ids_of_items_are_unique(stack):
-    first = await ask(stack, input=[USER, USER])
-    second = await ask(stack, input=[USER, USER])
+    first = await respond(stack, input=[USER, USER])
+    second = await respond(stack, input=[USER, USER])
     items = [*await input_of(stack, first), *await input_of(stack, second)]
     items += [*first.output, *second.output]
     assert len({item.id for item in items}) == len(items) == 6
@@ -91,9 +80,9 @@ async def refused(stack, items, client=None):
 
 
 async def test_unknown_items_are_named(stack):
-    kept = await ask(stack)
-    lost = await ask(stack, store=False)
-    gone = await ask(stack)
+    kept = await respond(stack)
+    lost = await respond(stack, store=False)
+    gone = await respond(stack)
     await stack.client.responses.delete(gone.id)
     placed = len(stack.fleet.specs)
     known = kept.output[0].id
@@ -123,17 +112,17 @@ async def test_any_replica_finds_the_items(tmp_path):
             await exits.enter_async_context(serving(tmp_path / name, f"store.url={url}"))
             for name in ("a", "b")
         ]
-        first = await ask(one)
-        second = await ask(two, input=[reference(first.output[0].id), USER])
+        first = await respond(one)
+        second = await respond(two, input=[reference(first.output[0].id), USER])
         assert (await input_of(one, second))[0].id == first.output[0].id
 
 
 async def test_an_output_may_answer_a_call_by_reference_only_after_it(stack):
-    first = await ask(stack, TWO, tools=[TOOL])
+    first = await respond(stack, TWO, tools=[TOOL])
     call = first.output[1]
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}
     with pytest.raises(openai.BadRequestError) as raised:
-        await ask(stack, input=[output, reference(call.id)])
+        await respond(stack, input=[output, reference(call.id)])
     assert raised.value.param == "input[0].call_id"
 
 
@@ -147,12 +136,12 @@ async def test_an_output_may_answer_a_call_by_reference_only_after_it(stack):
 )
 async def test_errors_name_the_field(stack, item, param):
     with pytest.raises(openai.BadRequestError) as raised:
-        await ask(stack, input=[item])
+        await respond(stack, input=[item])
     assert raised.value.param == param
 
 
 async def test_the_number_of_references_is_limited(stack):
     with pytest.raises(openai.BadRequestError) as raised:
-        await ask(stack, input=[reference(f"msg_{i}") for i in range(1025)])
+        await respond(stack, input=[reference(f"msg_{i}") for i in range(1025)])
     assert raised.value.param == "input"
     assert "1025" in raised.value.message

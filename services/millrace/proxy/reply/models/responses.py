@@ -34,14 +34,16 @@ class DeletedResponse(TypedDict):
     deleted: bool
 
 
-class ResponseItems(TypedDict):
-    """A page of the input of a response."""
-
+class _Items(TypedDict):
     object: Literal["list"]
     data: list[dict[str, Any]]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class ResponseItems(_Items):
+    """A page of the input of a response."""
 
 
 class Conversation(TypedDict):
@@ -61,14 +63,8 @@ class DeletedConversation(TypedDict):
     deleted: bool
 
 
-class ConversationItems(TypedDict):
+class ConversationItems(_Items):
     """A page of the items of a conversation."""
-
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 #: Every answer that the document names.

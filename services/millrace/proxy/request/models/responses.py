@@ -111,62 +111,52 @@ class _Direct(TypedDict):
     type: Annotated[str, OneOf("direct")]
 
 
-@with_config(STRICT)
-class CallItem(TypedDict):
-    """A call of a function by the assistant."""
+class _OfCall(TypedDict):
+    """What calls of tools and their outputs have in common."""
 
-    type: Literal["function_call"]
     call_id: _Text
-    name: _Text
-    arguments: JsonText
     id: NotRequired[str | None]
     status: NotRequired[str | None]
     caller: NotRequired[Ignored[_Direct]]
     created_by: NotRequired[Ignored[str]]
+
+
+@with_config(STRICT)
+class CallItem(_OfCall):
+    """A call of a function by the assistant."""
+
+    type: Literal["function_call"]
+    name: _Text
+    arguments: JsonText
     namespace: NotRequired[Annotated[Any, Unsupported(why=_NOT_BUILT)]]
 
 
 @with_config(STRICT)
-class CallOutputItem(TypedDict):
+class CallOutputItem(_OfCall):
     """The output of a called function."""
 
     type: Literal["function_call_output"]
-    call_id: _Text
     output: _Content
-    id: NotRequired[str | None]
-    status: NotRequired[str | None]
-    caller: NotRequired[Ignored[_Direct]]
-    created_by: NotRequired[Ignored[str]]
     name: NotRequired[Ignored[str]]
     namespace: NotRequired[Annotated[Any, Unsupported(why=_NOT_BUILT)]]
 
 
 @with_config(STRICT)
-class CustomCallItem(TypedDict):
+class CustomCallItem(_OfCall):
     """A call of a custom tool by the assistant."""
 
     type: Literal["custom_tool_call"]
-    call_id: _Text
     name: _Text
     input: str
-    id: NotRequired[str | None]
-    status: NotRequired[str | None]
-    caller: NotRequired[Ignored[_Direct]]
-    created_by: NotRequired[Ignored[str]]
     namespace: NotRequired[Annotated[Any, Unsupported(why=_NOT_BUILT)]]
 
 
 @with_config(STRICT)
-class CustomOutputItem(TypedDict):
+class CustomOutputItem(_OfCall):
     """The output of a called custom tool."""
 
     type: Literal["custom_tool_call_output"]
-    call_id: _Text
     output: _Content
-    id: NotRequired[str | None]
-    status: NotRequired[str | None]
-    caller: NotRequired[Ignored[_Direct]]
-    created_by: NotRequired[Ignored[str]]
     name: NotRequired[Ignored[str]]
 
 
