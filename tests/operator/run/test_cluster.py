@@ -6,18 +6,14 @@ from typing import Any
 
 import pytest
 
-from millrace.telemetry.metrics import Registry
-from millrace_operator.metrics import OperatorMetrics
-from millrace_operator.run.cluster import Cluster, Parts
 from millrace_operator.run.kube import Kube
-from millrace_operator.run.load import Schedulers
 from millrace_operator.run.queue import Key
 from millrace_operator.run.runner import Runner
-from millrace_operator.run.scaler import Scaler
-from millrace_operator.spec import Defaults, parse_pool
+from millrace_operator.spec import parse_pool
 from support.custom_objects import service
 from support.kube_emulator import KubeEmulator, configuration_of
 from support.scheduler_peers import Net
+from support.single_passes import cluster_and_runner
 
 POOL = Key("DecodePool", "default", "chat-decode")
 
@@ -31,22 +27,9 @@ async def test_room_is_counted_in_instances(
 ) -> None:
     """Two instances are there, and the quota has room for two more pods."""
     cluster.serve("LeaderWorkerSet")
-    metrics, schedulers = OperatorMetrics(Registry()), Schedulers()
     kube = Kube(configuration_of(cluster))
-    observing = Cluster(
-        Parts(
-            kube=kube,
-            schedulers=schedulers,
-            scaler=Scaler(schedulers),
-            metrics=metrics,
-            leads=lambda: True,
-            identity="a",
-            address=lambda namespace, name: net.address,
-        )
-    )
+    observing, runner = cluster_and_runner(kube, net.address)
     observing.has_leader_worker_sets = lws
-    images = {role: f"millrace-{role}:1" for role in ("proxy", "scheduler", "prefill", "decode")}
-    runner = Runner(observing, Defaults(images=images), metrics)
     await net.worker("d", role="decode")
     decode = {"replicas": 2, "gpus": 0, "autoscaling": {"mode": "Off"}, **stages}
     redis = {"secretRef": {"name": "redis"}}
@@ -91,20 +74,8 @@ async def test_a_step_of_the_wall_clock_neither_ends_nor_lengthens_a_drain(
     clocks, kube = Clocks(), Kube(configuration_of(cluster))
 
     def operator() -> Runner:
-        metrics, schedulers = OperatorMetrics(Registry()), Schedulers()
-        parts = Parts(
-            kube=kube,
-            schedulers=schedulers,
-            scaler=Scaler(schedulers),
-            metrics=metrics,
-            leads=lambda: True,
-            identity="a",
-            address=lambda namespace, name: net.address,
-            clock=clocks.monotonic,
-            wall=clocks.wall,
-        )
-        images = {role: f"m-{role}:1" for role in ("proxy", "scheduler", "prefill", "decode")}
-        return Runner(Cluster(parts), Defaults(images=images), metrics)
+        clock, wall = clocks.monotonic, clocks.wall
+        return cluster_and_runner(kube, net.address, clock=clock, wall=wall)[1]
 
     async def drain() -> dict[str, Any]:
         await runner.reconcile(POOL)

@@ -12,18 +12,13 @@ import pytest
 from kmock import Request
 
 from millrace.core.errors import MillraceError
-from millrace.telemetry.metrics import Registry
-from millrace_operator.metrics import OperatorMetrics
-from millrace_operator.run.cluster import Cluster, Parts
 from millrace_operator.run.kube import Kube
-from millrace_operator.run.load import Schedulers
 from millrace_operator.run.queue import Key
 from millrace_operator.run.runner import Runner
-from millrace_operator.run.scaler import Scaler
-from millrace_operator.spec import Defaults
 from support.custom_objects import service
 from support.kube_emulator import KubeEmulator, configuration_of, kube_emulator
 from support.kube_objects import Object
+from support.single_passes import cluster_and_runner
 
 SERVICE = Key("ModelService", "default", "chat")
 POOL = Key("DecodePool", "default", "chat-decode")
@@ -32,21 +27,9 @@ OWNERS = ("ModelService", "PrefillGroup", "DecodePool")
 
 @asynccontextmanager
 async def runner(cluster: KubeEmulator) -> AsyncIterator[Runner]:
-    """One operator's parts, without kopf and the queue: the test runs each pass."""
-    metrics, schedulers = OperatorMetrics(Registry()), Schedulers()
     kube = Kube(configuration_of(cluster), connections=8)
-    parts = Parts(
-        kube=kube,
-        schedulers=schedulers,
-        scaler=Scaler(schedulers),
-        metrics=metrics,
-        leads=lambda: True,
-        identity="a",
-        address=lambda namespace, name: "127.0.0.1:1",
-    )
-    images = {role: f"millrace-{role}:1" for role in ("proxy", "scheduler", "prefill", "decode")}
     try:
-        yield Runner(Cluster(parts), Defaults(images=images), metrics)
+        yield cluster_and_runner(kube, "127.0.0.1:1")[1]
     finally:
         await kube.close()
 
