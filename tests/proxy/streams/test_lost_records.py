@@ -8,6 +8,7 @@ import pytest
 
 from millrace.event_lines import event_lines
 from millrace.proxy.streams import lives, owned_stream, reader
+from millrace.state.redis.store import RedisStore
 from millrace.state.redis.streams import RedisStreams
 from millrace.state.store import StoreError
 from millrace.state.streams import Hold
@@ -189,6 +190,33 @@ async def test_an_end_that_finds_the_store_away_is_written_when_it_is_back(
     assert "adopted" not in metric(other)
     _, undisturbed = await whole(one, path, fields)
     assert contents(found + rest) == contents(undisturbed)
+
+
+async def test_a_request_whose_release_fails_is_released_later(replicas, monkeypatch):
+    """The stream's end is written: its request, with the prompt, would stay for hours."""
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)
+    one, _ = replicas
+    Decode(one, Script(reply=REPLY))
+    release, refused = RedisStore.release, []
+
+    async def away_twice(store, request_id):
+        if len(refused) < 2:
+            refused.append(request_id)
+            raise StoreError("no server")
+        await release(store, request_id)
+
+    monkeypatch.setattr(RedisStore, "release", away_twice)
+    stream_id, _ = await whole(one, *KINDS[1])
+
+    async def is_released():
+        try:
+            await one.proxy.store.prompt_ids(stream_id)
+        except StoreError:
+            return True
+        return False
+
+    await eventually(is_released)
+    assert refused == [stream_id] * 2
 
 
 async def test_an_answer_whose_begin_can_not_be_written_goes_on(replicas, store_url, monkeypatch):
