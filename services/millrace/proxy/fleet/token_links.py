@@ -21,6 +21,9 @@ from millrace.wire.clients.token_stream import TokenStreamError, token_events
 log = logging.getLogger(__name__)
 
 RETRY = Backoff(0.05, 2.0)
+#: The events of so many instances are counted. One that was without requests, or out of the fleet
+#: for a moment, goes on where it was.
+MOST_COUNTED = 4096
 
 
 class TokenListener(Protocol):
@@ -44,7 +47,7 @@ class TokenLinks:
         self._retry = retry
         self._links: dict[Incarnation, asyncio.Task[None]] = {}
         self._listed: set[Incarnation] = set()
-        self._received: dict[Incarnation, int] = {}  # events, on all streams of a link
+        self._received: dict[Incarnation, int] = {}  # events, on all streams to an instance
         self._failures: dict[Incarnation, int] = {}  # since a stream of the link was last up
 
     def keep(self, members: Iterable[Member], on_demand: Iterable[Member] = ()) -> None:
@@ -96,7 +99,6 @@ class TokenLinks:
 
     def _forget(self, incarnation: Incarnation) -> None:
         self._links.pop(incarnation, None)
-        self._received.pop(incarnation, None)
         self._failures.pop(incarnation, None)
 
     async def _read(self, decode: Member) -> None:
@@ -106,8 +108,10 @@ class TokenLinks:
         async with aclosing(stream) as batches:
             async for first, events in batches:
                 if not is_up:
-                    is_up, lost = True, first != received.get(incarnation, 0)
+                    is_up, lost = True, first != received.pop(incarnation, 0)
                     self._failures.pop(incarnation, None)
                     self._listener.on_stream_up(incarnation, lost=lost)
                 received[incarnation] = first + len(events)
+                if len(received) > MOST_COUNTED:
+                    del received[next(iter(received))]
                 self._listener.on_batch(incarnation, events)
