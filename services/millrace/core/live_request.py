@@ -293,6 +293,11 @@ class LiveRequest:
         self.attempts -= self.counts
         self.counts = False
 
+    def forgive_broken(self) -> None:
+        """Notes that an attempt that was given up does not count: an instance of it was lost."""
+        self.suspicion.broken_at = frozenset()
+        self.attempts -= 1
+
     def resume(self, kept_tokens: int, now_s: float) -> None:
         """Notes that it waits for another attempt after the first tokens, whose KV decode keeps."""
         self._forget_plan(now_s)

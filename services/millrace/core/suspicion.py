@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from millrace.core.incarnation import Incarnation
 
@@ -13,7 +13,16 @@ from millrace.core.incarnation import Incarnation
 class Suspicion:
     """The suspicion against one request."""
 
-    __slots__ = ("deaths", "fails_everywhere", "is_held", "is_isolated", "losses", "returned")
+    __slots__ = (
+        "broken_at",
+        "broken_s",
+        "deaths",
+        "fails_everywhere",
+        "is_held",
+        "is_isolated",
+        "losses",
+        "returned",
+    )
 
     def __init__(self) -> None:
         self.deaths: tuple[Incarnation, ...] = ()  # while it was open there, the last one last
@@ -22,11 +31,18 @@ class Suspicion:
         self.is_held = False  # it waits until its losses are resolved
         self.is_isolated = False  # it may only run alone
         self.fails_everywhere = False  # its errors are no instance's fault
+        #: The instances of its last attempt that one of them gave up, and when.
+        self.broken_at: frozenset[str] = frozenset()
+        self.broken_s = 0.0
 
     @property
     def all(self) -> tuple[Incarnation, ...]:
         """Returns the lost instances that died or may have died."""
         return (*self.deaths, *self.losses)
+
+    def broke(self, instance_ids: Iterable[str], now_s: float) -> None:
+        """Notes that one of these instances has given up an attempt, which counts."""
+        self.broken_at, self.broken_s = frozenset(instance_ids), now_s
 
     def suspect(self, incarnation: Incarnation) -> None:
         """Notes that the request was open at an instance that is lost, and may come back."""

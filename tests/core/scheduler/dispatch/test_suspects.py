@@ -210,3 +210,36 @@ def test_random_deaths_cost_no_request(seed):
         fleet.tick()
     assert fleet.deaths.total() > 2
     assert fleet.ended == dict.fromkeys(names, "finished")
+
+
+def lost_by_a_peer_first(config: SchedulerConfig, times: int, *, later_s: float) -> Bench:
+    """The only decode instance dies with a prompt so many times, and comes back; prefill notices it
+    first. `later_s`: until the scheduler does.
+    """
+    bench = Bench(instance("p0"), instance("d0"), config=config)
+    bench.step(request("r"))
+    for generation in range(1, times + 1):
+        bench.chunk_started("p0", "r")
+        bench.failed("p0", "r", fault="transfer")
+        bench.released("p0", "r")
+        bench.tick(later_s)
+        bench.died("d0", generation)
+        bench.step(instance("d0", generation=generation + 1))
+    return bench
+
+
+def test_a_loss_that_a_peer_notices_first_costs_no_attempt():
+    config = SchedulerConfig(max_attempts=3, max_deaths=16, lease_s=1.0)
+    bench = lost_by_a_peer_first(config, 5, later_s=0.5)
+    assert len(bench.machine.requests["r"].suspicion.deaths) == 5
+
+
+def test_a_loss_long_after_an_error_explains_it_no_more():
+    config = SchedulerConfig(max_attempts=3, max_deaths=16, lease_s=1.0)
+    assert not lost_by_a_peer_first(config, 5, later_s=1.5).machine.requests
+
+
+def test_a_poison_that_a_peer_notices_first_is_quarantined():
+    bench = lost_by_a_peer_first(SchedulerConfig(max_deaths=2, lease_s=1.0), 3, later_s=0.1)
+    assert not bench.machine.requests
+    assert bench.machine.suspects.quarantined == 1

@@ -172,7 +172,10 @@ class RequestProgress:
             if report.prompt_unread:  # no other instance can read it before it is written again
                 self._table.fail(step, request, why, instance, resumable=True, prompt_unread=True)
             elif report.retryable:
+                reached = request.reached_instance_ids
                 self._table.lost(step, request, instance, why, kept)
+                if request.counts and report.fault != "compute":
+                    request.suspicion.broke(reached, step.now_s)
             else:
                 self._table.fail(step, request, why, None if kept else instance)
             for one in opened:

@@ -18,7 +18,8 @@ silence of a whole lease (a request may have made the instance hang), and `lease
 registration are deaths. A suspect that its unresolved losses would bring to `max_deaths` is held
 until they are resolved. The attempt that ends with a loss does not count towards `max_attempts`,
 until `MOST_RETURNED` losses of the request have proved to be breaks: it probably breaks the
-streams.
+streams. A peer may notice the loss before the scheduler, and give the attempt up: a loss within
+`lease_s` after that explains it, and the request was open there.
 
 After the first token, a request goes on as a new request of its proxy, whose spec names the
 losses (`Request.deaths`). Its proxy may see a loss before the scheduler: a named incarnation that
@@ -78,8 +79,10 @@ class Suspects:
         if instance.leaving:
             return
         incarnation = Incarnation(instance.id, instance.card.generation)
-        open_there = self._open_at(instance)
-        company = len(open_there) + sum(one.leaving for one in instance.holdings.values())
+        broken = self._broken_by(instance, step.now_s)
+        open_there = list(dict.fromkeys([*self._open_at(instance), *broken]))
+        leaving = {name for name, one in instance.holdings.items() if one.leaving}
+        company = len(leaving.union(one.id for one in open_there))
         if company or incarnation in self._losses:
             until_s = step.now_s + self._config.lease_s
             self._losses[incarnation] = _Loss(until_s=until_s, gone=True, company=company)
@@ -88,6 +91,9 @@ class Suspects:
                 continue  # a request that makes progress kills nothing
             request.suspicion.suspect(incarnation)
             self._changed(step, request)
+        for request in broken:
+            if request.suspicion.returned < MOST_RETURNED:
+                request.forgive_broken()
 
     def died(self, step: StepContext, incarnation: Incarnation, *, silent: bool = False) -> None:
         """Notes that a lost instance counts as dead. One that was `silent` does so for good."""
@@ -179,6 +185,15 @@ class Suspects:
             if is_open:
                 found.append(request)
         return found
+
+    def _broken_by(self, instance: Instance, now_s: float) -> list[LiveRequest]:
+        """Returns the requests whose last attempt was given up there; the loss explains why."""
+        since_s = now_s - self._config.lease_s
+        return [
+            one
+            for one in self._table.requests.values()
+            if instance.id in one.suspicion.broken_at and one.suspicion.broken_s >= since_s
+        ]
 
     def _suspected_of(self, incarnation: Incarnation) -> list[LiveRequest]:
         live = self._table.requests.values()
