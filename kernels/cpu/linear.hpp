@@ -32,7 +32,7 @@ struct LinearKernels {
   // Bytes of a prepared row of x; 0 where x is multiplied as it lies. Rows are prepared in blocks of
   // kRowBlock, of which the last may be short; the memory has room for whole ones.
   std::int64_t (*prepared_bytes)(Type, std::int64_t k);
-  std::int64_t (*prepared_stride)(std::int64_t k);  // elements from one prepared row to the next
+  std::int64_t (*prepared_stride)(Type, std::int64_t k);  // elements from one prepared row to the next
   void (*prepare[2])(const void* x, std::int64_t stride, std::int64_t rows, std::int64_t k, void* to);
   // Floats that `run` works in, and `rows` begin with a block.
   std::int64_t (*work_floats)(Type, std::int64_t rows, std::int64_t outputs, std::int64_t k);

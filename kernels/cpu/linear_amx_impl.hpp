@@ -114,10 +114,13 @@ std::int64_t amx_work_floats(std::int64_t k) {
   return 4 * kAmxRows * kAmxRows + 2 * amx_steps(k) * kAmxTile / 2;
 }
 
-std::int64_t prepared_stride_amx(std::int64_t k) { return amx_steps(k) * kAmxElements; }
+std::int64_t prepared_stride_amx(Type type, std::int64_t k) {
+  return type == Type::f32 ? arranged_stride(type, k) : amx_steps(k) * kAmxElements;
+}
 
 std::int64_t prepared_bytes_amx(Type type, std::int64_t k) {
-  return type == Type::f32 ? 0 : prepared_stride_amx(k) * static_cast<std::int64_t>(sizeof(bf16));
+  if (type == Type::f32) return arranged_bytes(type, k);
+  return prepared_stride_amx(type, k) * static_cast<std::int64_t>(sizeof(bf16));
 }
 
 void multiply_amx(const LinearCall& c, Range rows, Range outputs, float* work) {

@@ -1,9 +1,9 @@
 // Few rows of x: every weight is read once, and meets all rows.
 //
-// Sums of a row and an output stay apart by lane of k for kSumDepth elements of it. Then the lanes are
-// added up, and what came before is added: an order that depends on k alone. Two bfloat16 lie in a word;
-// where floats are multiplied, a word's halves are widened by a shift and a mask, and x is arranged to
-// match: the even elements of a step, then the odd ones.
+// Sums of a row and an output stay apart by lane of k to its end, where the lanes are added up: an order
+// that depends on k alone. Two bfloat16 lie in a word; where floats are multiplied, a word's halves are
+// widened by a shift and a mask, and x is arranged to match: the even elements of a step, then the odd
+// ones.
 
 template <class T>
 struct FewStep {
@@ -15,7 +15,7 @@ struct FewStep {
   static Operand x(const X* x) { return load(x); }
   static Vec multiply_add(Operand a, Operand b, Vec c) { return fma(a, b, c); }
   static void arrange(const float* from, X* to) { store(to, load(from)); }
-  static void arrange_weights(const float* from, X* to) { store(to, load(from)); }
+  static void arrange_elements(const float* from, X* to) { store(to, load(from)); }
 };
 template <>
 struct FewStep<bf16> {
@@ -32,12 +32,12 @@ struct FewStep<bf16> {
       to[Vec::N + i] = from[2 * i + 1];
     }
   }
-  static void arrange_weights(const bf16* from, X* to) {
+  static void arrange_elements(const bf16* from, X* to) {
     store(to, load_even(from));
     store(to + Vec::N, load_odd(from));
   }
 };
-#if defined(__AVX512BF16__)
+#if defined(MILLRACE_PAIR_LINEARS)
 struct FewPairStep {
   using X = bf16;
   using Operand = __m512bh;
@@ -47,7 +47,7 @@ struct FewPairStep {
   static Operand x(const X* x) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(x)); }
   static Vec multiply_add(Operand a, Operand b, Vec c) { return {_mm512_dpbf16_ps(c.v, a, b)}; }
   static void arrange(const bf16* from, X* to) { __builtin_memcpy(to, from, 64); }
-  static void arrange_weights(const bf16* from, X* to) { __builtin_memcpy(to, from, 64); }
+  static void arrange_elements(const bf16* from, X* to) { __builtin_memcpy(to, from, 64); }
 };
 template <class T>
 struct FewStepOf { using type = FewStep<T>; };
@@ -78,14 +78,6 @@ inline void few_step(const typename FewStepOf<T>::type::X* x, std::int64_t x_str
   }
 }
 
-// totals[4] = what they were (nothing at first) + the lanes of four sums.
-inline void add_totals(Vec a, Vec b, Vec c, Vec d, bool is_first, float* totals) {
-  float sums[4];
-  sum4(a, b, c, d, sums);
-  MILLRACE_UNROLL
-  for (int i = 0; i < 4; ++i) totals[i] = is_first ? sums[i] : totals[i] + sums[i];
-}
-
 constexpr int kFewAhead = 768;  // bytes of a stream that are asked for before they are needed
 
 // R outputs of M rows, `apart` from each other. x is arranged, `stride` to a row, with zeros after k.
@@ -97,40 +89,35 @@ inline void few_outputs(const typename FewStepOf<T>::type::X* x, std::int64_t st
   constexpr int kLine = 64 / static_cast<int>(sizeof(T));
   constexpr int kAhead = kFewAhead / static_cast<int>(sizeof(T));
   const std::int64_t w_stride = apart * k;
-  float totals[M][4] = {};
-  for (std::int64_t j = 0, end; j < k; j = end) {
-    const bool is_first = j == 0;
-    end = j + kSumDepth < k ? j + kSumDepth : k;
-    Vec sums[M][R];
-    MILLRACE_UNROLL
-    for (int m = 0; m < M; ++m)
-      MILLRACE_UNROLL
-      for (int r = 0; r < R; ++r) sums[m][r] = zero();
-    for (; j + kLine <= end; j += kLine) {
-      MILLRACE_UNROLL
-      for (int r = 0; r < R; ++r) __builtin_prefetch(w + r * w_stride + j + kAhead);
-      MILLRACE_UNROLL
-      for (int i = 0; i < kLine; i += S::kElements)
-        few_step<T, M, R>(x + j + i, stride, w + j + i, w_stride, sums);
-    }
-    if (j < end) {
-      T rest[R][kLine] = {};
-      for (int r = 0; r < R; ++r)
-        __builtin_memcpy(rest[r], w + r * w_stride + j, static_cast<std::size_t>(k - j) * sizeof(T));
-      for (int i = 0; i < kLine; i += S::kElements)
-        few_step<T, M, R>(x + j + i, stride, rest[0] + i, kLine, sums);
-    }
-    MILLRACE_UNROLL
-    for (int m = 0; m < M; ++m)
-      add_totals(sums[m][0], sums[m][R > 1 ? 1 : 0], sums[m][R > 2 ? 2 : 0], sums[m][R > 3 ? 3 : 0],
-                 is_first, totals[m]);
-  }
+  Vec sums[M][R];
   MILLRACE_UNROLL
   for (int m = 0; m < M; ++m)
     MILLRACE_UNROLL
+    for (int r = 0; r < R; ++r) sums[m][r] = zero();
+  std::int64_t j = 0;
+  for (; j + kLine <= k; j += kLine) {
+    MILLRACE_UNROLL
+    for (int r = 0; r < R; ++r) __builtin_prefetch(w + r * w_stride + j + kAhead);
+    MILLRACE_UNROLL
+    for (int i = 0; i < kLine; i += S::kElements)
+      few_step<T, M, R>(x + j + i, stride, w + j + i, w_stride, sums);
+  }
+  if (j < k) {
+    T rest[R][kLine] = {};
+    for (int r = 0; r < R; ++r)
+      __builtin_memcpy(rest[r], w + r * w_stride + j, static_cast<std::size_t>(k - j) * sizeof(T));
+    for (int i = 0; i < kLine; i += S::kElements)
+      few_step<T, M, R>(x + j + i, stride, rest[0] + i, kLine, sums);
+  }
+  MILLRACE_UNROLL
+  for (int m = 0; m < M; ++m) {
+    float totals[4];
+    sum4(sums[m][0], sums[m][R > 1 ? 1 : 0], sums[m][R > 2 ? 2 : 0], sums[m][R > 3 ? 3 : 0], totals);
+    MILLRACE_UNROLL
     for (int r = 0; r < R; ++r)
       assign(out + m * out_stride + r * apart,
-             bias ? totals[m][r] + to_float(bias[r * apart]) : totals[m][r]);
+             bias ? totals[r] + to_float(bias[r * apart]) : totals[r]);
+  }
 }
 
 template <class T, int R>
@@ -179,30 +166,47 @@ inline void arrange_row(const typename S::X* from, std::int64_t k, std::int64_t 
   }
 }
 
-// `depth` weights of an output to the order of a step, with zeros where fewer are `left`.
+// `depth` elements of a row or of an output's weights to the order of a step, with zeros where fewer are
+// `left`.
 template <class S, class T>
-inline void arrange_weights(const T* from, std::int64_t left, std::int64_t depth,
+inline void arrange_elements(const T* from, std::int64_t left, std::int64_t depth,
                             typename S::X* to) {
   std::int64_t j = 0;
-  for (; j < depth && j + S::kElements <= left; j += S::kElements) S::arrange_weights(from + j, to + j);
+  for (; j < depth && j + S::kElements <= left; j += S::kElements) S::arrange_elements(from + j, to + j);
   for (; j < depth; j += S::kElements) {
     T rest[S::kElements] = {};
     if (j < left) __builtin_memcpy(rest, from + j, static_cast<std::size_t>(left - j) * sizeof(T));
-    S::arrange_weights(rest, to + j);
+    S::arrange_elements(rest, to + j);
   }
 }
 
+// Prepared rows end in a whole unit; a line more, for rows a power of two apart would share their places
+// in the cache.
+std::int64_t arranged_stride(Type, std::int64_t k) { return round_up(k, kFewUnit) + 16; }
+
+std::int64_t arranged_bytes(Type type, std::int64_t k) {
+  if (type == Type::f32 && k % kFewUnit == 0) return 0;  // they have the order already
+  const std::size_t size = type == Type::f32 ? sizeof(float) : sizeof(FewStepOf<bf16>::type::X);
+  return arranged_stride(type, k) * static_cast<std::int64_t>(size);
+}
+
 template <class T>
-void multiply_few(const LinearCall& c, Range rows, Range outputs, float* work) {
+void prepare_arranged(const void* source, std::int64_t stride, std::int64_t rows, std::int64_t k,
+                      void* target) {
   using S = typename FewStepOf<T>::type;
-  using X = typename S::X;
-  const std::int64_t stride = round_up(c.k, kFewUnit);
-  X* arranged = reinterpret_cast<X*>(work);
-  for (std::int64_t row = 0; row < rows.size(); ++row)
-    arrange_row<S>(static_cast<const X*>(c.x) + (rows.first + row) * c.x_stride, c.k, stride,
-                   arranged + row * stride);
+  const T* x = static_cast<const T*>(source);
+  typename S::X* to = static_cast<typename S::X*>(target);
+  const std::int64_t to_stride = arranged_stride(Type::f32, k);
+  for (std::int64_t row = 0; row < rows; ++row, x += stride, to += to_stride)
+    arrange_elements<S>(x, k, round_up(k, kFewUnit), to);
+}
+
+// x: arranged, the first of the rows.
+template <class T>
+void multiply_few(const LinearCall& c, const typename FewStepOf<T>::type::X* x, std::int64_t stride,
+                  Range rows, Range outputs) {
   if (rows.size() <= 2)
-    few_streams<T, 4>(c, arranged, stride, rows, outputs);
+    few_streams<T, 4>(c, x, stride, rows, outputs);
   else  // four would not leave registers for x
-    few_streams<T, 3>(c, arranged, stride, rows, outputs);
+    few_streams<T, 3>(c, x, stride, rows, outputs);
 }

@@ -6,9 +6,14 @@
 // rows (linear_dots_impl.hpp). Where the processor multiplies tiles of bfloat16, one kernel takes any
 // number of rows (linear_amx_impl.hpp).
 
+// Whether vectors multiply pairs of bfloat16. Intel's take twice as long for a pair as for two floats, and
+// only Intel's processors have the matrix unit.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#define MILLRACE_PAIR_LINEARS
+#endif
+
 namespace linears {
 
-constexpr std::int64_t kSumDepth = 256;  // elements of k whose lanes are added up together
 constexpr int kFewUnit = 64;  // a multiple of every step of few rows
 
 #include "linear_few_impl.hpp"
@@ -39,14 +44,15 @@ void finish(const LinearCall& c, Range rows, Range outputs, const float* totals,
 #include "linear_amx_impl.hpp"
 #endif
 
-// One order of sums for any number of rows.
+// One order of sums for any number of rows, which `prepare_arranged` has prepared.
 template <class T>
 void run_alike(const LinearCall& c, Range rows, Range outputs, float* work) {
 #if defined(__AMX_BF16__)
   if constexpr (sizeof(T) == 2) return multiply_amx(c, rows, outputs, work);
 #endif
+  using X = typename FewStepOf<T>::type::X;
   if (rows.size() <= kFewRows)
-    multiply_few<T>(c, rows, outputs, work);
+    multiply_few<T>(c, static_cast<const X*>(c.x) + rows.first * c.x_stride, c.x_stride, rows, outputs);
   else
     multiply_dots<T>(c, rows, outputs, work);
 }
@@ -56,16 +62,21 @@ std::int64_t work_floats_alike(Type type, std::int64_t rows, std::int64_t, std::
   if (type == Type::b16) return amx_work_floats(k);
 #endif
   (void)type;
-  const std::int64_t arranged = rows * round_up(k, kFewUnit);
-  return rows <= kFewRows ? arranged : arranged + kSweep * (kSumDepth + rows);
+  (void)k;
+  return dot_work_floats(rows);
 }
 
 template <class T>
 void run_fast(const LinearCall& c, Range rows, Range outputs, float* work) {
-  if (rows.size() <= kFewRows)
-    multiply_few<T>(c, rows, outputs, work);
-  else
-    multiply_tiles<T>(c, rows, outputs, work);
+  if (rows.size() > kFewRows) return multiply_tiles<T>(c, rows, outputs, work);
+  using S = typename FewStepOf<T>::type;
+  using X = typename S::X;
+  const std::int64_t stride = round_up(c.k, kFewUnit);
+  X* x = reinterpret_cast<X*>(work);
+  for (std::int64_t row = 0; row < rows.size(); ++row)
+    arrange_row<S>(static_cast<const X*>(c.x) + (rows.first + row) * c.x_stride, c.k, stride,
+                   x + row * stride);
+  multiply_few<T>(c, x, stride, rows, outputs);
 }
 
 std::int64_t work_floats_fast(Type, std::int64_t rows, std::int64_t outputs, std::int64_t k) {
@@ -73,17 +84,17 @@ std::int64_t work_floats_fast(Type, std::int64_t rows, std::int64_t outputs, std
   return kDepth * kTileColumns + rows * round_up(outputs, kTileColumns);
 }
 
-#if defined(__AVX512BF16__)
+#if defined(MILLRACE_PAIR_LINEARS)
 using Prepared = bf16;
 #else
 using Prepared = float;
 #endif
 
 // A line more than the row: rows a power of two apart would share their places in the cache.
-std::int64_t prepared_stride(std::int64_t k) { return round_up(k, 32) + 16; }
+std::int64_t prepared_stride(Type, std::int64_t k) { return round_up(k, 32) + 16; }
 
 std::int64_t prepared_bytes(Type type, std::int64_t k) {
-  return type == Type::f32 ? 0 : prepared_stride(k) * static_cast<std::int64_t>(sizeof(Prepared));
+  return type == Type::f32 ? 0 : prepared_stride(type, k) * static_cast<std::int64_t>(sizeof(Prepared));
 }
 
 // To floats, or where pairs are multiplied to rows that end in a whole pair.
@@ -91,7 +102,7 @@ void prepare_bf16(const void* source, std::int64_t stride, std::int64_t rows, st
                   void* target) {
   const bf16* x = static_cast<const bf16*>(source);
   Prepared* to = static_cast<Prepared*>(target);
-  for (std::int64_t row = 0; row < rows; ++row, x += stride, to += prepared_stride(k)) {
+  for (std::int64_t row = 0; row < rows; ++row, x += stride, to += prepared_stride(Type::b16, k)) {
     std::int64_t j = 0;
     for (; j + Vec::N <= k; j += Vec::N) store(to + j, load(x + j));
     if (j < k) store(to + j, load_part(x + j, static_cast<int>(k - j)));
@@ -123,15 +134,15 @@ constexpr LinearKernels kFastLinear = {
 };
 
 constexpr LinearKernels kAlikeLinear = {
-    131072,
+    262144,
 #if defined(__AMX_BF16__)
     prepared_bytes_amx,
     prepared_stride_amx,
-    {nullptr, prepare_amx},
+    {prepare_arranged<float>, prepare_amx},
 #else
-    prepared_bytes,
-    prepared_stride,
-    {nullptr, prepare_bf16},
+    arranged_bytes,
+    arranged_stride,
+    {prepare_arranged<float>, prepare_arranged<bf16>},
 #endif
     work_floats_alike,
     {run_alike<float>, run_alike<bf16>},

@@ -186,7 +186,7 @@ void Linear::multiply_rows(const Rows& rows, std::int64_t m, void* out, int thre
         prepare(table, rows, start + first, start + last, offset(to, first * row_bytes));
       });
       product.x = to;
-      product.x_stride = prepared ? table.prepared_stride(k_) : k_;
+      product.x_stride = prepared ? table.prepared_stride(type_, k_) : k_;
     }
     pieces.clear();
     split(table, product, count, threads, pieces);
@@ -276,7 +276,7 @@ void Experts::run_tokens(const void* x, std::int64_t stride, std::int64_t n,
   }
 
   const auto stride_of = [&](std::int64_t k) {
-    return table.prepared_bytes(type_, k) ? table.prepared_stride(k) : k;
+    return table.prepared_bytes(type_, k) ? table.prepared_stride(type_, k) : k;
   };
   const auto bytes_of = [&](std::int64_t k) {
     const std::int64_t prepared = table.prepared_bytes(type_, k);
@@ -286,9 +286,9 @@ void Experts::run_tokens(const void* x, std::int64_t stride, std::int64_t n,
   void* prepared = room<Use::prepared>(rows * std::max(x_bytes, inner_bytes));
   void* inner = room<Use::inner>(rows * 2 * width_ * size);
   void* outer = room<Use::outer>(rows * hidden_ * size);
-  const bool direct = table.prepared_bytes(type_, hidden_) == 0;
 
   const auto over_all = [&](std::int64_t width, std::int64_t row_bytes, const auto& fill) {
+    const bool direct = table.prepared_bytes(type_, width) == 0;
     const auto body = [&](std::int64_t from, std::int64_t to) {
       for (std::int64_t i = from; i < to; ++i) {
         const Range block = blocks[i];

@@ -8,7 +8,7 @@ struct Format {  // how x and a panel are held
   using Unit = FloatUnit;
   static constexpr int kUnitElements = 1;  // of k in one Unit
 };
-#if defined(__AVX512BF16__)
+#if defined(MILLRACE_PAIR_LINEARS)
 template <>
 struct Format<bf16> {
   using Unit = PairUnit;
@@ -26,7 +26,7 @@ inline void put(float* to, std::int64_t columns, __m256i pair, const bf16*) {
   store_words(to, _mm256_slli_epi32(pair, 16));
   store_words(to + columns, _mm256_and_si256(pair, _mm256_set1_epi32(-65536)));
 }
-#if defined(__AVX512BF16__)
+#if defined(MILLRACE_PAIR_LINEARS)
 inline void put(bf16_pair* to, std::int64_t, __m256i pair, const bf16*) { store_words(to, pair); }
 #endif
 #endif
@@ -34,7 +34,7 @@ inline void put(bf16_pair* to, std::int64_t, __m256i pair, const bf16*) { store_
 inline void put_one(float* panel, std::int64_t k, int columns, int column, float weight) {
   panel[k * columns + column] = weight;
 }
-#if defined(__AVX512BF16__)
+#if defined(MILLRACE_PAIR_LINEARS)
 inline void put_one(bf16_pair* panel, std::int64_t k, int columns, int column, bf16 weight) {
   bf16_pair& pair = panel[k / 2 * columns + column];
   if (k % 2)

@@ -13,6 +13,8 @@ from millrace.engine.assembly import (
     resolve_device,
 )
 from millrace.engine.sizing import available_bytes, compute_threads, pool_bytes
+from millrace_kernels import cpu_backend
+from millrace_kernels.determinism import Alike
 from support.tiny_models import model_folder
 
 CPU = torch.device("cpu")
@@ -57,6 +59,25 @@ def test_a_gpu_is_refused_where_results_may_not_depend_on_the_batch(monkeypatch)
             open_one(model_folder("llama"), EngineConfig(deterministic="on"))
 
 
+@pytest.mark.parametrize(
+    ("device", "setting", "has_vectors", "alike"),
+    [
+        ("cpu", "auto", True, Alike.PASSES),
+        ("cpu", "auto", False, Alike.NOWHERE),
+        ("cpu", "on", False, Alike.GROUPS),
+        ("cpu", "off", True, Alike.NOWHERE),
+        ("cuda", "auto", True, Alike.NOWHERE),
+        ("cuda", "off", True, Alike.NOWHERE),
+    ],
+)
+def test_rows_are_alike_where_the_setting_says_so(
+    monkeypatch, device, setting, has_vectors, alike
+) -> None:
+    monkeypatch.setattr(cpu_backend, "uses_vectors", lambda: has_vectors)
+    config = EngineConfig(deterministic=setting)
+    assert assembly.alike_of(config, torch.device(device)) is alike
+
+
 def test_an_unusable_device_is_named() -> None:
     with pytest.raises(ConfigError, match=r"engine.device is 'gpux'"):
         resolve_device("gpux")
@@ -94,6 +115,7 @@ def test_a_profile_is_kept_by_all_that_its_times_depend_on() -> None:
         EngineConfig(device="cpu", threads=1, dtype="bfloat16"),
         EngineConfig(device="cpu", threads=1, max_chunk_tokens=64),
         EngineConfig(device="cpu", threads=1, load_format="dummy"),
+        EngineConfig(device="cpu", threads=1, deterministic="off"),
     ):
         assert profile_key(folder, other) != key
     assert profile_key(model_folder("qwen3"), config) != key

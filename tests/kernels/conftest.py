@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from millrace_kernels import cpu_backend, determinism
+from millrace_kernels.determinism import Alike
 
 
 @pytest.fixture(params=cpu_backend.instruction_sets())
@@ -28,5 +29,5 @@ def threads() -> Iterator[None]:
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """Gives a row the same bits in any pass."""
-    with determinism.switched(True):
+    with determinism.switched(Alike.PASSES):
         yield

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace_kernels import api, cpu_backend, reference
@@ -125,7 +125,7 @@ def test_a_row_has_the_same_bits_among_any_rows_on_any_threads(
 @NATIVE
 @DTYPES
 @SETTINGS
-@given(data=st.data(), inputs=st.integers(1, 1500), outputs=st.integers(1, 100))
+@given(data=st.data(), inputs=st.integers(1, 2300), outputs=st.integers(1, 100))
 def test_a_row_never_notices_the_others(dtype, data, inputs, outputs):
     x, weight = randn(60, inputs, dtype=dtype), weights(outputs, inputs, dtype=dtype)
     company = data.draw(st.lists(st.integers(0, 59), min_size=1, max_size=60, unique=True))
@@ -171,6 +171,8 @@ def test_an_activation_before_it_changes_no_bit(variant, dtype, inputs):
     width=st.integers(1, 90),
     seed=st.integers(0, 999),
 )
+@example(tokens=40, per_token=2, hidden=64, width=48, seed=0)  # one of both has whole steps
+@example(tokens=40, per_token=2, hidden=48, width=64, seed=0)
 def test_experts_match_one_token_after_another(dtype, tokens, per_token, hidden, width, seed):
     gate_up = weights(6, 2 * width, hidden, dtype=dtype, seed=seed)
     down = weights(6, hidden, width, dtype=dtype, seed=seed + 1)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from millrace_kernels import cpu_backend, determinism
+from millrace_kernels.determinism import Alike
 
 KERNELS = [
     f"{order}-{name}"
@@ -25,5 +26,6 @@ def using(kernels: str) -> Iterator[str]:
     if not order:
         yield kernels
         return
-    with cpu_backend.instruction_set(name), determinism.switched(order == "deterministic"):
+    alike = Alike.PASSES if order == "deterministic" else Alike.NOWHERE
+    with cpu_backend.instruction_set(name), determinism.switched(alike):
         yield "cpu"

@@ -20,6 +20,7 @@ from millrace.engine.kv.step_tables import page_table_of
 from millrace.engine.model.loader import Model, load_model
 from millrace.engine.runner import Runner
 from millrace_kernels import determinism
+from millrace_kernels.determinism import Alike
 
 
 def layout_of(model: Model, num_pages: int, page_tokens: int = 16) -> KvLayout:
@@ -48,9 +49,9 @@ def make_runner(
     dtype: str = "float32",
     page_tokens: int = 16,
     num_pages: int = 64,
-    deterministic: bool = False,
+    alike: Alike = Alike.NOWHERE,
 ) -> ModelRunner:
-    determinism.use(deterministic)
+    determinism.use(alike)
     model = load_model(folder, device="cpu", dtype=dtype)
     return ModelRunner(
         StagePasses(model, make_pool(model, page_tokens=page_tokens, num_pages=num_pages))

@@ -68,6 +68,13 @@ def variant() -> str:
     return _cpu.instruction_set()
 
 
+def uses_vectors() -> bool:
+    """Returns whether the kernels are built, and the set in use is written for the processor's own
+    vectors.
+    """
+    return AVAILABLE and variant() != "portable"
+
+
 def describe() -> str:
     """Returns the variant in use, for `describe_backends`."""
     return f"C++ {variant()}" if AVAILABLE else "C++ not built"

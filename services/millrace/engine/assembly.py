@@ -37,8 +37,9 @@ from millrace.engine.sizing import compute_threads, pool_bytes
 from millrace.grammar.matcher import Grammars
 from millrace.model_folder import resolve_model
 from millrace.profiles.cache import ProfileKey
-from millrace_kernels import determinism
+from millrace_kernels import cpu_backend, determinism
 from millrace_kernels.api import describe_backends
+from millrace_kernels.determinism import Alike
 from millrace_kernels.dispatch import rows_backend
 
 
@@ -166,7 +167,7 @@ def open_engines(
                 dtype=config.dtype,
                 load_format=config.load_format,
                 progress=progress,
-                deterministic=config.deterministic == "on",
+                alike=alike_of(config, device),
             )
         shape = KvShape.of_one_page(
             folder, config, device, model_hash=revised(loaded.hash, revision), dtype=loaded.dtype
@@ -217,12 +218,22 @@ def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") ->
     )
 
 
+def alike_of(config: EngineConfig, device: torch.device) -> Alike:
+    """Returns where rows get the same bits. Raises ConfigError for a device that can't."""
+    if device.type != "cpu":
+        if config.deterministic == "on":
+            raise ConfigError(
+                f"engine.deterministic is on with {device}; it needs engine.device=cpu"
+            )
+        return Alike.NOWHERE
+    if config.deterministic == "auto":
+        return Alike.PASSES if cpu_backend.uses_vectors() else Alike.NOWHERE
+    return Alike.GROUPS if config.deterministic == "on" else Alike.NOWHERE
+
+
 def use_determinism(config: EngineConfig, device: torch.device) -> None:
-    """Sets the kernels of this process. Raises ConfigError for a device without such kernels."""
-    is_on = config.deterministic == "on"
-    if is_on and device.type != "cpu":
-        raise ConfigError(f"engine.deterministic is on with {device}; it needs engine.device=cpu")
-    determinism.use(is_on)
+    """Sets the kernels of this process. Raises ConfigError as `alike_of` does."""
+    determinism.use(alike_of(config, device))
 
 
 def engine_of(
@@ -297,13 +308,16 @@ def profile_key(model: str | Path, config: EngineConfig) -> ProfileKey:
     """
     folder = resolve_model(model)
     dtype = ModelConfig.from_folder(folder).dtype if config.dtype == "auto" else config.dtype
+    device = resolve_device(config.device)
+    alike = alike_of(config, device)
     return ProfileKey(
         model_hash=model_hash(folder, load_format=config.load_format),
-        device=processor_name(resolve_device(config.device)),
+        device=processor_name(device),
         dtype=dtype,
         threads=compute_threads(config),
         max_chunk_tokens=config.max_chunk_tokens,
         tensor_parallel=config.tensor_parallel,
+        kernels=f"{cpu_backend.describe()}, {alike.name}" if device.type == "cpu" else "",
     )
 
 

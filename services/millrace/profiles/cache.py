@@ -31,7 +31,7 @@ class ProfileKey:
     """All values that measured times depend on.
 
     device: the processor's name. threads: compute threads. max_chunk_tokens: the longest pass in
-    tokens; a longer prompt is timed pass by pass.
+    tokens; a longer prompt is timed pass by pass. kernels: what computes on a CPU.
     """
 
     model_hash: str
@@ -40,6 +40,7 @@ class ProfileKey:
     threads: int
     max_chunk_tokens: int
     tensor_parallel: int = 1
+    kernels: str = ""
 
     @property
     def file_name(self) -> str:

@@ -16,6 +16,7 @@ from millrace.engine.model.communicator import Communicator
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.engine.runner import Runner
 from millrace_kernels import determinism
+from millrace_kernels.determinism import Alike
 from support.deadlines import HANG_S
 from support.parallel import open_runner, split_folder
 from support.ring_group import Member, RingGroup, plan
@@ -92,8 +93,8 @@ def test_with_deterministic_kernels_a_ring_gives_the_bits_of_one_member(
     groups: list[RankGroup],
 ) -> None:
     rng, folder, tokens = random.Random(5), split_folder("qwen3-moe-mixed"), prompt(700)
-    with determinism.switched(True):
-        runners = [open_runner(g, folder, num_pages=128, deterministic=True) for g in groups]
+    with determinism.switched(Alike.GROUPS):
+        runners = [open_runner(g, folder, num_pages=128, alike=Alike.GROUPS) for g in groups]
         request = Request(runners[0], tokens)
         logits = prefill(runners[0], request)
         runners[0].pool.free(request.pages)

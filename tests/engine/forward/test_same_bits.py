@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from millrace_kernels import cpu_backend, determinism
+from millrace_kernels.determinism import Alike
 from support.ring_group import RingGroup, plan
 from support.tiny_engine import Request, in_company, make_runner, prefill
 from support.tiny_models import model_folder, prompt
@@ -32,14 +33,14 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         with cpu_backend.instruction_set(request.param):
             yield
-    determinism.use(False)
+    determinism.use(Alike.NOWHERE)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("kernels", "name"), CASES, indirect=["kernels"])
 def test_random_batches_give_the_bits_of_one_prefill(kernels: None, name: str, dtype: str) -> None:
     chance = random.Random(name)
-    runner = make_runner(model_folder(name), num_pages=100, dtype=dtype, deterministic=True)
+    runner = make_runner(model_folder(name), num_pages=100, dtype=dtype, alike=Alike.PASSES)
     prompts = [prompt(chance.randint(1, 100), seed=n) for n in range(7)]
     requests = [Request(runner, ids, room=8) for ids in prompts]
     logits = in_company(runner, requests, 4, chance)
@@ -53,7 +54,7 @@ def test_random_batches_give_the_bits_of_one_prefill(kernels: None, name: str, d
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", sorted({FASTEST, "torch"}), indirect=True)
 def test_chunks_over_several_spans_give_the_bits_of_one_prefill(kernels: None, dtype: str) -> None:
-    runner = make_runner(model_folder("llama"), num_pages=200, dtype=dtype, deterministic=True)
+    runner = make_runner(model_folder("llama"), num_pages=200, dtype=dtype, alike=Alike.PASSES)
     ids = prompt(1100)
     whole = prefill(runner, Request(runner, ids))
     for cuts in ((1099,), (7, 512, 520, 1024), (600, 1090)):
@@ -67,7 +68,7 @@ def test_chunks_over_several_spans_give_the_bits_of_one_prefill(kernels: None, d
 def test_groups_give_the_bits_of_one_instance(kernels: None, name: str, dtype: str) -> None:
     chance = random.Random(name)
     runners = [
-        make_runner(model_folder(name), num_pages=300, dtype=dtype, deterministic=True)
+        make_runner(model_folder(name), num_pages=300, dtype=dtype, alike=Alike.GROUPS)
         for _ in range(4)
     ]
     for tokens, sizes in ((1100, (1, 2)), (1300, (2, 3)), (190, (4,))):

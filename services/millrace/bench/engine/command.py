@@ -11,7 +11,7 @@ from millrace.bench.common.options import DTYPES, option, read_names, read_numbe
 from millrace.bench.common.options import command as made
 
 OTHERS = ("transformers", "llama.cpp")
-DETERMINISTIC = "deterministic"
+FAST = "fast"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +23,9 @@ class Settings:
     against: Sequence[str] = option(
         OTHERS,
         "--against",
-        read=read_names(*OTHERS, DETERMINISTIC),
+        read=read_names(*OTHERS, FAST),
         metavar="ENGINES",
-        help="Comma-separated: transformers, llama.cpp, deterministic (engine.deterministic=on).",
+        help="Comma-separated: transformers, llama.cpp, fast (engine.deterministic=off).",
     )
     dtypes: Sequence[str] = option(
         DTYPES, "--dtypes", read=read_names(*DTYPES), help="Comma-separated: float32, bfloat16."

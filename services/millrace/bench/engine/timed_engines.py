@@ -20,6 +20,7 @@ from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.loader import load_model
 from millrace_kernels import determinism
+from millrace_kernels.determinism import Alike
 
 PAGE_TOKENS = 16
 
@@ -50,10 +51,17 @@ class Engine(Protocol):
 
 
 class MillraceEngine:
-    """The model runner over a paged pool that fits the largest case."""
+    """The model runner over a paged pool that fits the largest case.
 
-    def __init__(self, folder: Path, dtype: str, pool_tokens: int) -> None:
-        model = load_model(folder, device="cpu", dtype=dtype)
+    The process has the kernels of `alike` while the engine loads or runs.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: str, pool_tokens: int, alike: Alike = Alike.PASSES
+    ) -> None:
+        self._alike = alike
+        with determinism.switched(alike):
+            model = load_model(folder, device="cpu", dtype=dtype)
         config = model.config
         layout = KvLayout(
             model_hash=model.hash,
@@ -73,8 +81,9 @@ class MillraceEngine:
     def prefill(self, prompt: Tensor) -> Tensor:
         pages = self._pool.allocate(ceil_div(len(prompt), PAGE_TOKENS))
         task = PrefillTask(token_ids=prompt, history_tokens=0, pages=pages)
-        for _ in self._runner.prefill_batch([task]):
-            pass
+        with determinism.switched(self._alike):
+            for _ in self._runner.prefill_batch([task]):
+                pass
         self._pool.free(pages)
         assert task.logits is not None  # the task asked for logits
         return task.logits
@@ -86,34 +95,13 @@ class MillraceEngine:
         kv_lens = torch.full((batch,), context_tokens + 1, dtype=torch.int32)
 
         def step(token_ids: Tensor) -> Tensor:
-            logits = self._runner.decode(token_ids, positions, table, kv_lens)
+            with determinism.switched(self._alike):
+                logits = self._runner.decode(token_ids, positions, table, kv_lens)
             positions.add_(1)
             kv_lens.add_(1)
             return logits.argmax(-1)
 
         return step
-
-
-class DeterministicEngine:
-    """Millrace with `engine.deterministic`. The process has other kernels only while it runs."""
-
-    def __init__(self, folder: Path, dtype: str, pool_tokens: int) -> None:
-        with determinism.switched(True):
-            self._engine = MillraceEngine(folder, dtype, pool_tokens)
-
-    def prefill(self, prompt: Tensor) -> Tensor:
-        with determinism.switched(True):
-            return self._engine.prefill(prompt)
-
-    def start_decode(self, batch: int, context_tokens: int) -> Callable[[Tensor], Tensor]:
-        with determinism.switched(True):
-            step = self._engine.start_decode(batch, context_tokens)
-
-        def deterministic_step(token_ids: Tensor) -> Tensor:
-            with determinism.switched(True):
-                return step(token_ids)
-
-        return deterministic_step
 
 
 class TransformersEngine:

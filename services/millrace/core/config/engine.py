@@ -46,10 +46,11 @@ class EngineConfig(Section):
         0, within(0, 4096), "compute threads; 0: OMP_NUM_THREADS, else the cores that it may use"
     )
     deterministic: str = setting(
-        "off",
-        one_of("on", "off"),
-        "a token gets the same logits, bit by bit, in any company, in any chunks, of one prefill "
-        "instance and of an SP group; on the CPU alone",
+        "auto",
+        one_of("auto", "on", "off"),
+        "a token gets the same logits, bit by bit, in any company and in any chunks. on: of an SP "
+        "group too, and not on a GPU; auto: on x86 CPUs with AVX2, except of SP groups, whose "
+        "transfers overlap more then",
     )
     tensor_parallel: int = setting(
         1, within(1, 64), "ranks of an instance, which share each layer's heads and widths"

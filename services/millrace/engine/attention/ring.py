@@ -5,7 +5,7 @@ Each member of a group has some tokens of a pass and some K/V. A layer's K/V tra
 blocks: at step s a member attends to the block of the member s places before it, at step 0 to its
 own, and merges the partial results by their log-sum-exp. A `RingLink` moves the blocks.
 
-Where results are to have the same bits as without a group (`engine.deterministic`), a member
+Where results are to have the same bits as without a group (`engine.deterministic=on`), a member
 gathers a layer's blocks in the order of the tokens and attends to all of them at once.
 """
 
@@ -174,7 +174,7 @@ class RingAttention:
         self._exchanged = len(windows) if goes_round else len(windows) - 1
         self._ordered: OrderedBlocks | None = None
         blocks = task.blocks
-        if determinism.is_on() and len(task.token_ids) and not _is_ordered(blocks):
+        if determinism.is_on_in_groups() and len(task.token_ids) and not _is_ordered(blocks):
             self._ordered = OrderedBlocks(blocks, memory)
             blocks = [self._ordered.block]
         #: Reduces the last layer's rows to one or to none.

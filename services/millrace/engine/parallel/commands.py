@@ -18,6 +18,7 @@ from millrace.engine.forward.mixed_pass import RaggedTables
 from millrace.engine.kv.page_table import TableDelta, TableMirror
 from millrace.engine.model.stage import ALONE, Stage
 from millrace.engine.sizing import member_pages
+from millrace_kernels.determinism import Alike
 
 _NO_TABLE: Final = torch.empty(0, 0, dtype=torch.int32)
 _TENSORS: Final = tuple(f.name for f in fields(RaggedTables) if f.name != "remote")
@@ -32,7 +33,7 @@ class Load:
     load_format: str
     seed: int
     stage: Stage = ALONE
-    deterministic: bool = False
+    alike: Alike = Alike.NOWHERE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,7 +184,7 @@ class Follower:
         self._passes.clear()
         self._part = self._model = None
         self._stage = command.stage
-        determinism.use(command.deterministic)
+        determinism.use(command.alike)
         self._model = load_model(
             command.folder,
             device=self.device,

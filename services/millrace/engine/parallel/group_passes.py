@@ -42,6 +42,7 @@ from millrace.engine.parallel.links.ring import SharedLink
 from millrace.engine.parallel.lockstep import Lockstep
 from millrace.engine.parallel.rank_group import RankGroup
 from millrace.model_folder import resolve_model
+from millrace_kernels.determinism import Alike
 
 _LOAD_TIMEOUT_S: Final = 3600.0
 
@@ -55,7 +56,7 @@ def load_ranks(
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
     stage: Stage = ALONE,
-    deterministic: bool = False,
+    alike: Alike = Alike.NOWHERE,
 ) -> Model:
     """Has every rank read its part of a model; arguments as of `load_model`. Returns rank 0's.
 
@@ -70,7 +71,7 @@ def load_ranks(
         load_format=load_format,
         seed=seed,
         stage=stage,
-        deterministic=deterministic,
+        alike=alike,
     )
     group.send(Instruction(load))
     try:

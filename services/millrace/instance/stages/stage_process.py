@@ -233,10 +233,10 @@ def load_stage(
 ) -> Model:
     """Loads the stage's layers of the model; with a group, each rank loads its share. Raises as
     `load_model`, and RankError when another rank fails."""
-    determinism.use(load.deterministic)
+    determinism.use(load.alike)
     read: Callable[..., Model] = partial(load_model, device=str(device))
     if group is not None:
-        read = partial(load_ranks, group, deterministic=load.deterministic)
+        read = partial(load_ranks, group, alike=load.alike)
     return read(
         load.folder,
         dtype=load.dtype,

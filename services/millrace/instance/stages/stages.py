@@ -16,7 +16,13 @@ from typing import Final
 import torch
 
 from millrace.core.config import EngineConfig
-from millrace.engine.assembly import Engine, engine_of, resolve_device, use_determinism
+from millrace.engine.assembly import (
+    Engine,
+    alike_of,
+    engine_of,
+    resolve_device,
+    use_determinism,
+)
 from millrace.engine.device.graph_sizes import graph_sizes
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.kv_shape import KvShape
@@ -89,7 +95,7 @@ def open_staged_engine(
             load_format=config.load_format,
             seed=0,
             stage=Stage(0, config.stages),
-            deterministic=config.deterministic == "on",
+            alike=alike_of(config, device),
         )
         stages.start((shape.layout.model_hash, config.load_format))
         if ranks > 1:
