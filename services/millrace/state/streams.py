@@ -106,9 +106,10 @@ class StreamStore(Protocol):
         """
 
     async def finish(self, stream_id: str, fence: int, body: bytes, ttl_s: float) -> bool:
-        """Makes a stream final, which then lives for `ttl_s`; 0 deletes it.
+        """Makes a stream final, which then lives for `ttl_s`; 0 deletes it. May be repeated, where
+        the answer of a call was lost.
 
-        Returns False if the fence is old, or the stream was final or deleted before.
+        Returns False if the fence is old, or the stream was deleted or had another end before.
         """
 
     async def delete(self, stream_id: str, fence: int, source: bytes) -> bool:
@@ -208,8 +209,10 @@ class MemoryStreams:
 
     async def finish(self, stream_id: str, fence: int, body: bytes, ttl_s: float) -> bool:
         entry = self._find(stream_id)
-        if entry is None or entry.final or entry.fence != fence:
+        if entry is None or entry.fence != fence:
             return False
+        if entry.final:
+            return entry.body == body
         entry.body, entry.final, entry.expires_s = body, True, self._clock() + ttl_s
         return True
 

@@ -34,6 +34,15 @@ from support.resumable_streams import (
 )
 
 
+async def is_released(replica, stream_id):
+    """Whether the store has no prompt of the stream's request any more."""
+    try:
+        await replica.proxy.store.prompt_ids(stream_id)
+    except StoreError:
+        return True
+    return False
+
+
 async def test_a_stream_that_the_store_has_lost_is_recorded_again(replicas, store_url, monkeypatch):
     """As after a restart of Redis without its data: the client has its stream, and no other may."""
     monkeypatch.setattr(lives, "RENEW_S", 0.02)
@@ -207,16 +216,30 @@ async def test_a_request_whose_release_fails_is_released_later(replicas, monkeyp
 
     monkeypatch.setattr(RedisStore, "release", away_twice)
     stream_id, _ = await whole(one, *KINDS[1])
-
-    async def is_released():
-        try:
-            await one.proxy.store.prompt_ids(stream_id)
-        except StoreError:
-            return True
-        return False
-
-    await eventually(is_released)
+    await eventually(lambda: is_released(one, stream_id))
     assert refused == [stream_id] * 2
+
+
+async def test_an_end_whose_answer_was_lost_is_known_as_its_own(replicas, monkeypatch):
+    """Redis wrote it: the next try must not take it for another replica's, which would leave the
+    request with its prompt in the store.
+    """
+    monkeypatch.setattr(lives, "RENEW_S", 0.02)
+    one, _ = replicas
+    Decode(one, Script(reply=REPLY))
+    finish, written = RedisStreams.finish, []
+
+    async def answer_lost(store, *arguments):
+        written.append(await finish(store, *arguments))
+        if len(written) == 1:
+            raise StoreError("no answer")
+        return written[-1]
+
+    monkeypatch.setattr(RedisStreams, "finish", answer_lost)
+    stream_id, _ = await whole(one, *KINDS[1])
+    await eventually(lambda: len(written) == 2)
+    assert written == [True, True]
+    await eventually(lambda: is_released(one, stream_id))
 
 
 async def test_an_answer_whose_begin_can_not_be_written_goes_on(replicas, store_url, monkeypatch):

@@ -69,8 +69,10 @@ return 1
 """
 )
 _FINISH = Script(
-    _OWNED
-    + """
+    """
+local known = redis.call('HMGET', KEYS[1], 'fence', 'final', 'body')
+if known[1] ~= ARGV[1] then return 0 end
+if known[2] then return known[3] == ARGV[2] and 1 or 0 end
 redis.call('HSET', KEYS[1], 'body', ARGV[2], 'final', '1')
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1
