@@ -26,6 +26,7 @@ from millrace.engine.pipeline import messages
 from millrace.instance.stages import stage_process
 from millrace.transfer.activations import Inlet
 from millrace.transfer.transport.regions import Memory
+from millrace_kernels.determinism import Alike
 
 _LENGTH: Final = struct.Struct("<I")
 _MODULES: Final = (commands, messages, stage_process)
@@ -78,6 +79,8 @@ def decode(data: bytes) -> Any:  # noqa: ANN401 - any message
 def _packed(value: object, blobs: list[bytes | memoryview]) -> Any:  # noqa: ANN401 - JSON
     """Returns JSON in which every object has one key, its kind."""
     match value:
+        case Alike():
+            return {"alike": value.value}
         case None | bool() | int() | float() | str():
             return value
         case tuple():
@@ -107,6 +110,7 @@ class _Reader:
     def __init__(self, blobs: memoryview) -> None:
         self._blobs = blobs
         self._kinds: dict[str, Callable[[Any], object]] = {
+            "alike": Alike,
             "bytes": lambda count: bytes(self._take(count)),
             "array": self._array,
             "list": lambda values: list(map(self.unpacked, values)),
