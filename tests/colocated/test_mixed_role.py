@@ -84,6 +84,32 @@ async def test_chunks_keep_to_t_target(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(plan.predicted_s <= 2e-3 or plan.shares[0].tokens == 8 for plan in mixed.plans)
 
 
+async def test_chunks_keep_to_the_idle_target_while_no_answer_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """10 us per token: 2 ms hold 200 tokens, the 0.5 ms beside an answer 50."""
+    settings = mixed_config(
+        {**SMALL_CHUNKS, "t_target_ms": 0.5, "idle_target_ms": 2.0}, max_chunk_tokens=2048
+    )
+    monkeypatch.setattr(Predictor, "observe", lambda *_: None)
+    async with mixed_instance(settings, operators(overhead_s=0.0)) as mixed:
+        await mixed.ask("alone", 400, max_tokens=300)
+        await eventually(lambda: mixed.tokens.get(("alone", 0)))
+        await mixed.ask("beside", 400, max_tokens=2)
+        await mixed.live.said("chunk_finished", "beside")
+        alone, beside = (
+            [
+                (share.tokens, plan.t_target_s)
+                for plan in mixed.plans
+                for share in plan.shares
+                if share.prompt.request.id == name
+            ]
+            for name in ("alone", "beside")
+        )
+    assert 150 <= alone[0][0] <= 200 and {target_s for _, target_s in alone} == {2e-3}
+    assert max(beside)[0] <= 50 and {target_s for _, target_s in beside} == {5e-4}
+
+
 async def test_the_tightest_objective_of_what_runs_is_t_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

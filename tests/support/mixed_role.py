@@ -59,8 +59,13 @@ def operators(
 
 
 def mixed_config(mixed: dict[str, Any] | None = None, **engine: Any) -> Config:
-    """`worker_roles.config` with fields of section mixed."""
-    return replace(config(**engine), mixed=MixedConfig(**(mixed or {})))
+    """`worker_roles.config` with fields of section mixed.
+
+    The target is the same without answers, unless `idle_target_ms` is given.
+    """
+    fields = dict(mixed or {})
+    fields.setdefault("idle_target_ms", fields.get("t_target_ms", MixedConfig().t_target_ms))
+    return replace(config(**engine), mixed=MixedConfig(**fields))
 
 
 class Mixed(Proxy):

@@ -133,6 +133,7 @@ class IterationPacker:
         """
         self._predictor = predictor
         self._config = packing_config(config)
+        self._idle_target_s = config.mixed.idle_target_ms / 1e3
         self._packer = Packer(predictor, self._config)
         self._most_tokens = config.engine.max_chunk_tokens
         self._most_spread_tokens = most_spread_tokens
@@ -207,8 +208,9 @@ class IterationPacker:
     ) -> Plan:
         """Plans the next iteration beside `decodes` with `context_tokens` in total.
 
-        pace_s: the tightest pace of the decodes; a finite pace replaces t_target. now_s: since the
-        epoch.
+        pace_s: the tightest pace of the decodes; a finite pace replaces t_target. Without decodes
+        no answer waits for the pass: t_target is `mixed.idle_target_ms` then, since longer chunks
+        make better use of the weights that a pass reads. now_s: since the epoch.
         """
         yielded = 0.0
 
@@ -218,7 +220,9 @@ class IterationPacker:
             yielded = max(yielded, min(self._config.rho_max, max(0.0, rho)))
             return rho
 
-        target_s = self._config.t_target_s if pace_s == math.inf else pace_s
+        target_s = pace_s if pace_s < math.inf else self._config.t_target_s
+        if not decodes:
+            target_s = self._idle_target_s
         by_id = {prompt.request.id: prompt for prompt in prompts}
         packed = self._packer.within(target_s).pack(
             decodes,
