@@ -80,7 +80,6 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.clients: dict[str, Client | StreamClient] = {}
         self.faults = self.losses = 0  # losses: of the store's data
-        self.silent_proxies: set[str] = set()  # some time in the run
         self.proxy_ends = 0
         #: Requests may be refused without a fault: the queues are short.
         self.is_narrow = config.proxy.max_inflight < 16
@@ -381,8 +380,6 @@ class World:
         if name in self.proxies or name == "store":
             for client in self._stream_clients():
                 client.may_expire = True
-        if name in self.proxies:
-            self.silent_proxies.add(name)
 
     def _break(self, name: str) -> bool:
         for call in self.network.calls:
@@ -552,6 +549,4 @@ def check_outcome(client: Client | StreamClient, world: World) -> None:
         raise AssertionError(f"{client.name} failed without any fault: {error.message}")
     if isinstance(client, StreamClient) and client.may_expire and error.code == "expired":
         return
-    if any(f"proxy {name} is gone" in error.message for name in world.silent_proxies):
-        return  # decode has waited for it as long as for a dead one
     assert "open at instances when they died" in error.message, f"{client.name}: {error.message}"

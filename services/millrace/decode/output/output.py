@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 #: Failures of this instance: a streaming request is migrated after them.
 _OF_THIS_PLACE = frozenset({"store", "transfer"})
 #: Failures after which another attempt would fail, too, or is not wanted.
-_FINAL = frozenset({"compute", "evicted", "proxy"})
+_FINAL = frozenset({"compute", "evicted"})
 #: Errors of this instance. Prefill reports those of a transfer.
 _OF_COMPUTE = frozenset({"compute", "logits"})
 
@@ -130,12 +130,14 @@ class Output:
         self._move(request, PREEMPTED)
 
     def _move(self, request: DecodeRequest, error: str) -> None:
-        if request.streams:
-            request.finish_reason = "moved"
-            detail = TokenDetail(error=error, spans=encode_spans(request.trace.take()))
-            event = TokenEvent(request.id, finish_reason="moved", detail=detail)
-            self.streams.publish(request.proxy, event)
-        self._table.leave(request)
+        if not request.streams:
+            self._table.leave(request)
+            return
+        request.finish_reason = "moved"
+        detail = TokenDetail(error=error, spans=encode_spans(request.trace.take()))
+        self._table.leave(request)  # first: an event too many ends all requests of a proxy
+        event = TokenEvent(request.id, finish_reason="moved", detail=detail)
+        self.streams.publish(request.proxy, event)
 
     def evict(self, *, abort: bool) -> None:
         """Ends every request: with `abort` by an error, else by migration or retry."""
@@ -152,6 +154,11 @@ class Output:
         self._table.leave(request)
 
     def _proxy_gone(self, proxy: Incarnation) -> None:
+        """Lets the requests of a proxy go that reads no tokens; if it lives, it migrates them."""
         for request in self._table:
-            if request.proxy == proxy:
-                self.fail(request, f"proxy {proxy.id} is gone", "proxy")
+            if request.proxy == proxy and not request.ended:
+                about = of_request(request.spec)
+                log.warning(
+                    "request %s: proxy %s reads no tokens", request.id, proxy.id, extra=about
+                )
+                self.move(request)
