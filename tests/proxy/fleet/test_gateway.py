@@ -265,6 +265,22 @@ async def test_placed_again_before_the_first_token(stack):
     assert response.json()["choices"][0]["message"]["content"] == "Hello there"
 
 
+async def test_the_answer_of_an_earlier_attempt_ends_the_next_one(stack):
+    """The scheduler had lost the instance from sight, and began the request there again."""
+    stack.fleet.script = Script(on_submit=stack.fleet.place)
+    asking = asyncio.create_task(stack.http.post(CHAT, json=BODY))
+    await asyncio.wait_for(stack.fleet.submitted.wait(), HANG_S)
+    [spec] = stack.fleet.specs
+    stack.fleet.place(spec)
+    await eventually(lambda: all(one.begun_again for one in stack.proxy.gateway.requests))
+    stack.fleet.play_later(spec)
+    response = await asking
+    assert response.json()["choices"][0]["message"]["content"] == "Hello there"
+    await asyncio.wait_for(stack.fleet.cancelled.wait(), HANG_S)
+    told = [(one.request_id, one.reason) for one in stack.fleet.cancels]
+    assert told == [(spec.request_id, "stop")]
+
+
 async def test_tokens_of_an_instance_it_left_are_ignored(stack):
     other = Incarnation("decode-9", 7)
 

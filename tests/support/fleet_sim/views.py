@@ -150,14 +150,6 @@ def _check_proxies(world: World, machine: Machine) -> None:
     wanted = {one.spec.request_id: one for node in alive for one in node.gateway.requests}
     instances = world.fleet.values()
     whole = {its.id for one in instances for its in one.table if its.ended and its.finish_reason}
-    done = {one.name for one in world.clients.values() if one.done}
-    # The tokens of an attempt may end an answer when the scheduler has taken the request back, and
-    # the proxy refuses its next place. Open: it may have been placed already.
-    for name, live in machine.requests.items():
-        was_placed = live.attempt > live.earlier_attempts
-        was_taken_back = was_placed and live.state is RequestState.QUEUED
-        if was_taken_back or (live.attempt > 1 and _client_of(name) in done):
-            whole.add(name)
     for name in machine.requests:
         assert name in wanted or name in whole, (
             f"{name} goes on at the scheduler, and no proxy has it"

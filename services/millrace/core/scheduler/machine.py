@@ -390,7 +390,7 @@ class Machine:
         if request is None or request.proxy_id != event.proxy_id:
             self._event_filter.ignored += 1
             return
-        # A proxy that met a stop string has the whole answer.
+        # Its proxy has the whole answer: it met a stop string, or has the tokens of an attempt.
         complete = event.reason == "stop" and request.state is not RequestState.QUEUED
         if complete:
             self._table.finish(step, request, None, event.reason)

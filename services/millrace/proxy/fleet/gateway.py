@@ -278,6 +278,7 @@ class Gateway:
 
     def on_queued(self, queued: Queued) -> None:
         if (request := self._live.get(queued.request_id)) is not None:
+            request.begun_again |= request.confirmed or request.was_reopened
             request.queue()
         else:
             self._scheduler.cancel(queued.request_id, _ENDED)
@@ -291,6 +292,7 @@ class Gateway:
             return
         decode = placed.decode.incarnation
         again, request.confirmed = request.confirmed, True
+        request.begun_again |= again or request.was_reopened
         if request.stage is Stage.STREAMING:
             if again or request.decode != decode:  # its first token would come twice
                 self._migration.lose(request, ApiError(500, LOST))
@@ -367,7 +369,7 @@ class Gateway:
         del self._live[request_id]
         if not (request.confirmed or request.was_reopened):
             self._unheard.add(request_id)
-        if request.stopped_by_proxy:
+        if request.stopped_by_proxy or request.begun_again:
             self._scheduler.cancel(request_id, "stop")
         if request.whole.has_ended:
             self._metrics.finished(request.whole)

@@ -51,6 +51,7 @@ class ProxyRequest:
         "_whole",
         "adoption",
         "arrived_at",
+        "begun_again",
         "cached_tokens",
         "choices",
         "confirmed",
@@ -153,8 +154,9 @@ class ProxyRequest:
         self.waiting_since = arrived_at
         self.placed_at: float | None = None
         #: `Placed` has come from the scheduler; tokens may come before it. And whether this
-        #: incarnation was named to a scheduler, after the one that it was submitted to.
-        self.confirmed = self.was_reopened = False
+        #: incarnation was named to a scheduler, after the one that it was submitted to; and whether
+        #: a scheduler may have begun it again, so that an earlier attempt may end its answer.
+        self.confirmed = self.was_reopened = self.begun_again = False
         self.first_token_at: float | None = None
         self.last_token_at = self.predicted_ttft_s = 0.0
         self.cached_tokens = 0
@@ -348,7 +350,8 @@ class ProxyRequest:
         self.encoded_spec, self.recorded = b"", False
         if self.has_begun:
             self.stored = {}
-        self._early, self.confirmed, self.was_reopened = {}, False, False
+        self._early = {}
+        self.confirmed = self.was_reopened = self.begun_again = False
         self.parked_since, self.waiting_since = None, now
 
     def keep(self, decode: Incarnation, event: TokenEvent) -> None:
