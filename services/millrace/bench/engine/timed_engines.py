@@ -76,7 +76,8 @@ class MillraceEngine:
         )
         self._pool = KvPool(layout)
         self._pool.storage.normal_()
-        self._runner = ModelRunner(StagePasses(model, self._pool))
+        with determinism.switched(alike):  # linears choose their kernels here
+            self._runner = ModelRunner(StagePasses(model, self._pool))
 
     def prefill(self, prompt: Tensor) -> Tensor:
         pages = self._pool.allocate(ceil_div(len(prompt), PAGE_TOKENS))
