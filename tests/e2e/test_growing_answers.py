@@ -38,7 +38,7 @@ async def ask(
 @pytest.mark.slow
 @pytest.mark.parametrize("swap_pages", [80, 0], ids=["swap", "recompute"])
 async def test_all_answers_come_and_are_right(swap_pages: int) -> None:
-    settings = ["engine.dtype=float32", "engine.prefix_cache=off"]
+    settings = ["engine.dtype=float32", "engine.prefix_cache=off", "engine.deterministic=on"]
     settings += ["scheduler.decode_reserve=grow", "scheduler.decode_headroom_tokens=16"]
     decode = [
         f"engine.kv_bytes={PAGES * PAGE_BYTES}",

@@ -60,22 +60,24 @@ def test_a_gpu_is_refused_where_results_may_not_depend_on_the_batch(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("device", "setting", "has_vectors", "alike"),
+    ("device", "dtype", "setting", "has_vectors", "alike"),
     [
-        ("cpu", "auto", True, Alike.PASSES),
-        ("cpu", "auto", False, Alike.NOWHERE),
-        ("cpu", "on", False, Alike.GROUPS),
-        ("cpu", "off", True, Alike.NOWHERE),
-        ("cuda", "auto", True, Alike.NOWHERE),
-        ("cuda", "off", True, Alike.NOWHERE),
+        ("cpu", "bfloat16", "auto", True, Alike.PASSES),
+        ("cpu", "bfloat16", "auto", False, Alike.NOWHERE),
+        ("cpu", "float32", "auto", True, Alike.NOWHERE),
+        ("cpu", "auto", "auto", True, Alike.NOWHERE),  # the model is in float32
+        ("cpu", "float32", "on", False, Alike.GROUPS),
+        ("cpu", "bfloat16", "off", True, Alike.NOWHERE),
+        ("cuda", "bfloat16", "auto", True, Alike.NOWHERE),
+        ("cuda", "bfloat16", "off", True, Alike.NOWHERE),
     ],
 )
 def test_rows_are_alike_where_the_setting_says_so(
-    monkeypatch, device, setting, has_vectors, alike
+    monkeypatch, device, dtype, setting, has_vectors, alike
 ) -> None:
     monkeypatch.setattr(cpu_backend, "uses_vectors", lambda: has_vectors)
-    config = EngineConfig(deterministic=setting)
-    assert assembly.alike_of(config, torch.device(device)) is alike
+    config = EngineConfig(deterministic=setting, dtype=dtype)
+    assert assembly.alike_of(model_folder("llama"), config, torch.device(device)) is alike
 
 
 def test_an_unusable_device_is_named() -> None:
@@ -115,7 +117,7 @@ def test_a_profile_is_kept_by_all_that_its_times_depend_on() -> None:
         EngineConfig(device="cpu", threads=1, dtype="bfloat16"),
         EngineConfig(device="cpu", threads=1, max_chunk_tokens=64),
         EngineConfig(device="cpu", threads=1, load_format="dummy"),
-        EngineConfig(device="cpu", threads=1, deterministic="off"),
+        EngineConfig(device="cpu", threads=1, deterministic="on"),
     ):
         assert profile_key(folder, other) != key
     assert profile_key(model_folder("qwen3"), config) != key

@@ -143,8 +143,8 @@ def open_engines(
     own_pools = has_own_pools(config, device)
     threads = max(1, compute_threads(config) // ranks)
     torch.set_num_threads(threads)
-    use_determinism(config, device)
     folder = resolve_model(model)
+    use_determinism(folder, config, device)
     group = None
     if ranks > 1:
         beside = services(transport) if own_pools else None
@@ -167,7 +167,7 @@ def open_engines(
                 dtype=config.dtype,
                 load_format=config.load_format,
                 progress=progress,
-                alike=alike_of(config, device),
+                alike=alike_of(folder, config, device),
             )
         shape = KvShape.of_one_page(
             folder, config, device, model_hash=revised(loaded.hash, revision), dtype=loaded.dtype
@@ -201,7 +201,7 @@ def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") ->
     """
     device = resolve_device(config.device)
     torch.set_num_threads(compute_threads(config))
-    use_determinism(config, device)
+    use_determinism(model, config, device)
     alone = replace(config, tensor_parallel=1, stages=1)
     shape = KvShape.of_one_page(model, alone, device, revision)
     shape = shape.sized(pool_bytes(config, device, shape.layout.pool_bytes))
@@ -218,8 +218,15 @@ def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") ->
     )
 
 
-def alike_of(config: EngineConfig, device: torch.device) -> Alike:
-    """Returns where rows get the same bits. Raises ConfigError for a device that can't."""
+def dtype_of(folder: Path, config: EngineConfig) -> str:
+    """Returns the dtype in which a model is computed. Raises ModelError as `load_model` does."""
+    return ModelConfig.from_folder(folder).dtype if config.dtype == "auto" else config.dtype
+
+
+def alike_of(model: str | Path, config: EngineConfig, device: torch.device) -> Alike:
+    """Returns where rows get the same bits. Raises ConfigError for a device that can't, and
+    ModelError as `load_model` does.
+    """
     if device.type != "cpu":
         if config.deterministic == "on":
             raise ConfigError(
@@ -227,13 +234,14 @@ def alike_of(config: EngineConfig, device: torch.device) -> Alike:
             )
         return Alike.NOWHERE
     if config.deterministic == "auto":
-        return Alike.PASSES if cpu_backend.uses_vectors() else Alike.NOWHERE
+        is_cheap = dtype_of(resolve_model(model), config) == "bfloat16"
+        return Alike.PASSES if is_cheap and cpu_backend.uses_vectors() else Alike.NOWHERE
     return Alike.GROUPS if config.deterministic == "on" else Alike.NOWHERE
 
 
-def use_determinism(config: EngineConfig, device: torch.device) -> None:
-    """Sets the kernels of this process. Raises ConfigError as `alike_of` does."""
-    determinism.use(alike_of(config, device))
+def use_determinism(model: str | Path, config: EngineConfig, device: torch.device) -> None:
+    """Sets the kernels of this process. Raises as `alike_of` does."""
+    determinism.use(alike_of(model, config, device))
 
 
 def engine_of(
@@ -307,13 +315,12 @@ def profile_key(model: str | Path, config: EngineConfig) -> ProfileKey:
     Raises ModelError and ConfigError as `open_engine` does.
     """
     folder = resolve_model(model)
-    dtype = ModelConfig.from_folder(folder).dtype if config.dtype == "auto" else config.dtype
     device = resolve_device(config.device)
-    alike = alike_of(config, device)
+    alike = alike_of(folder, config, device)
     return ProfileKey(
         model_hash=model_hash(folder, load_format=config.load_format),
         device=processor_name(device),
-        dtype=dtype,
+        dtype=dtype_of(folder, config),
         threads=compute_threads(config),
         max_chunk_tokens=config.max_chunk_tokens,
         tensor_parallel=config.tensor_parallel,

@@ -62,7 +62,7 @@ def settings(**changes) -> engine.Settings:
     "against",
     [
         ["transformers"],
-        ["fast"],
+        ["deterministic", "fast"],
         pytest.param(["llama.cpp", "transformers"], marks=needs_llama_cpp),
     ],
 )
@@ -189,7 +189,7 @@ def test_costs_of_a_model_counted_by_hand():
     [
         (
             {"against": "transformers,other"},
-            "'other' is not one of transformers, llama.cpp, fast",
+            "'other' is not one of transformers, llama.cpp, deterministic, fast",
         ),
         ({"dtypes": "float16"}, "'float16' is not one of"),
         ({"prefill_tokens": "512,x"}, "--prefill '512,x'"),

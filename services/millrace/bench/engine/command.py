@@ -11,7 +11,8 @@ from millrace.bench.common.options import DTYPES, option, read_names, read_numbe
 from millrace.bench.common.options import command as made
 
 OTHERS = ("transformers", "llama.cpp")
-FAST = "fast"
+#: Millrace with another `engine.deterministic` than `auto`.
+DETERMINISM = {"deterministic": "on", "fast": "off"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +24,10 @@ class Settings:
     against: Sequence[str] = option(
         OTHERS,
         "--against",
-        read=read_names(*OTHERS, FAST),
+        read=read_names(*OTHERS, *DETERMINISM),
         metavar="ENGINES",
-        help="Comma-separated: transformers, llama.cpp, fast (engine.deterministic=off).",
+        help="Comma-separated: transformers, llama.cpp, deterministic and fast "
+        "(Millrace with engine.deterministic=on and off).",
     )
     dtypes: Sequence[str] = option(
         DTYPES, "--dtypes", read=read_names(*DTYPES), help="Comma-separated: float32, bfloat16."

@@ -39,7 +39,7 @@ from millrace.bench.common.machine_limits import (
 )
 from millrace.bench.common.options import Announce
 from millrace.bench.common.random_model import write_random_llama
-from millrace.bench.engine.command import FAST, Settings
+from millrace.bench.engine.command import DETERMINISM, Settings
 from millrace.bench.engine.llama_cpp import LlamaCppEngine, check_packages, write_gguf
 from millrace.bench.engine.model_costs import decode_step_bytes, prefill_flops
 from millrace.bench.engine.timed_engines import (
@@ -49,7 +49,6 @@ from millrace.bench.engine.timed_engines import (
     TransformersEngine,
 )
 from millrace.core.errors import MillraceError
-from millrace_kernels.determinism import Alike
 
 OURS = "millrace"
 
@@ -250,8 +249,8 @@ def _open_engines(
     for name in settings.against:
         if name == "transformers":
             engines[name] = TransformersEngine(folder, dtype)
-        elif name == FAST:
-            engines[name] = MillraceEngine(folder, dtype, pool_tokens(settings), Alike.NOWHERE)
+        elif name in DETERMINISM:
+            engines[name] = MillraceEngine(folder, dtype, pool_tokens(settings), DETERMINISM[name])
         else:
             path = folder / f"{dtype}.gguf"
             write_gguf(folder, path, dtype)

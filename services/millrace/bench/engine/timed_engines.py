@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from millrace.core.arithmetic import ceil_div
+from millrace.core.config import EngineConfig
 from millrace.core.errors import MillraceError
 from millrace.core.kv.layout import KvLayout
+from millrace.engine.assembly import alike_of
 from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.prefill_task import PrefillTask
 from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.model.loader import load_model
 from millrace_kernels import determinism
-from millrace_kernels.determinism import Alike
 
 PAGE_TOKENS = 16
 
@@ -53,30 +54,32 @@ class Engine(Protocol):
 class MillraceEngine:
     """The model runner over a paged pool that fits the largest case.
 
-    The process has the kernels of `alike` while the engine loads or runs.
+    The process has the kernels of `engine.deterministic`, here `deterministic`, while the engine
+    loads or runs.
     """
 
     def __init__(
-        self, folder: Path, dtype: str, pool_tokens: int, alike: Alike = Alike.PASSES
+        self, folder: Path, dtype: str, pool_tokens: int, deterministic: str = "auto"
     ) -> None:
-        self._alike = alike
-        with determinism.switched(alike):
+        config = EngineConfig(device="cpu", dtype=dtype, deterministic=deterministic)
+        self._alike = alike_of(folder, config, torch.device("cpu"))
+        with determinism.switched(self._alike):
             model = load_model(folder, device="cpu", dtype=dtype)
-        config = model.config
+        shape = model.config
         layout = KvLayout(
             model_hash=model.hash,
             dtype=dtype,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
             page_tokens=PAGE_TOKENS,
             head_start=0,
-            head_count=config.num_kv_heads,
+            head_count=shape.num_kv_heads,
             num_pages=ceil_div(pool_tokens, PAGE_TOKENS),
         )
         self._pool = KvPool(layout)
         self._pool.storage.normal_()
-        with determinism.switched(alike):  # linears choose their kernels here
+        with determinism.switched(self._alike):  # linears choose their kernels here
             self._runner = ModelRunner(StagePasses(model, self._pool))
 
     def prefill(self, prompt: Tensor) -> Tensor:

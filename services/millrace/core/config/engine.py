@@ -49,8 +49,8 @@ class EngineConfig(Section):
         "auto",
         one_of("auto", "on", "off"),
         "a token gets the same logits, bit by bit, in any company and in any chunks. on: of an SP "
-        "group too, and not on a GPU; auto: on x86 CPUs with AVX2, except of SP groups, whose "
-        "transfers overlap more then",
+        "group too, and not on a GPU; auto: in bfloat16 on x86 CPUs with AVX2, except of SP "
+        "groups, whose transfers overlap more then",
     )
     tensor_parallel: int = setting(
         1, within(1, 64), "ranks of an instance, which share each layer's heads and widths"

@@ -74,7 +74,7 @@ def open_staged_engine(
     """
     device = resolve_device(config.device)
     own_pools = has_own_pools(config, device)
-    use_determinism(config, device)
+    use_determinism(model, config, device)
     shape = KvShape.of_one_page(model, config, device, revision)
     dtype = getattr(torch, shape.layout.dtype)
     graph_sizes(config, shape.model.head_dim, device, dtype, shape.max_context_tokens)  # refuses
@@ -95,7 +95,7 @@ def open_staged_engine(
             load_format=config.load_format,
             seed=0,
             stage=Stage(0, config.stages),
-            alike=alike_of(config, device),
+            alike=alike_of(shape.folder, config, device),
         )
         stages.start((shape.layout.model_hash, config.load_format))
         if ranks > 1:
