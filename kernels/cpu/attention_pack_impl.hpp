@@ -86,11 +86,28 @@ inline const T* filled(const T* p, int left, int wanted, T* space) {
   return space;
 }
 
+// Columns of K that are transposed at a time: words of two bfloat16 become floats after it.
+template <class Unit, class T>
+constexpr int kKeyStep = 8 * kPack<Unit>;
+#if defined(__AVX2__)
+template <>
+constexpr int kKeyStep<FloatUnit, bf16> = 16;
+
+inline void store_widened(Units (&row)[8], float* out, int stride) {
+  transpose(row);
+  MILLRACE_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    store_units(out + 2 * i * stride, _mm256_slli_epi32(row[i], 16));
+    store_units(out + (2 * i + 1) * stride, _mm256_and_si256(row[i], _mm256_set1_epi32(-65536)));
+  }
+}
+#endif
+
 // Transposes eight K rows from column j on; Whole: they exist, and have that many columns.
 template <class Unit, bool Whole, class T>
 inline void pack_key_units(const T* const* k, int count, int j, int left,
                            typename Unit::Element* out) {
-  constexpr int kWanted = 8 * kPack<Unit>;
+  constexpr int kWanted = kKeyStep<Unit, T>;
   Units rows[8];
   MILLRACE_UNROLL
   for (int i = 0; i < 8; ++i) {
@@ -98,12 +115,15 @@ inline void pack_key_units(const T* const* k, int count, int j, int left,
     const T* row = Whole       ? k[i] + j
                    : i < count ? filled(k[i] + j, left, kWanted, space)
                                : filled(k[0], 0, kWanted, space);
-    if constexpr (kPack<Unit> == 2)
+    if constexpr (sizeof(T) == 2 && kWanted == 16)
       rows[i] = as_pairs(row);
     else
       rows[i] = as_floats(row);
   }
-  store_transposed(rows, out, kTileColumns);
+  if constexpr (kWanted > 8 * kPack<Unit>)
+    store_widened(rows, out, kTileColumns);
+  else
+    store_transposed(rows, out, kTileColumns);
 }
 
 template <class T>
@@ -116,7 +136,7 @@ inline void ask_for(const T* row, int head_dim) {
 template <class Unit, class T>
 void pack_keys(const T* const* k, std::int64_t v_offset, int count, int ahead, int head_dim,
                std::int64_t depth, typename Unit::Element* panels) {
-  constexpr int kStep = 8 * kPack<Unit>;
+  constexpr int kStep = kKeyStep<Unit, T>;
   const int end = static_cast<int>(round_up(count, kTileColumns));
   const int filled = static_cast<int>(round_up(head_dim, kStep)) / kPack<Unit>;
   for (int t = 0; t < end; t += 8) {
@@ -126,7 +146,7 @@ void pack_keys(const T* const* k, std::int64_t v_offset, int count, int ahead, i
         panels + t / kTileColumns * kTileColumns * depth + t % kTileColumns;
     for (int unit = filled; unit < units_of<Unit>(head_dim); ++unit)
       for (int i = 0; i < 8; ++i) out[unit * kTileColumns + i] = {};
-    for (int j = 0; j < head_dim; j += kStep, out += 8 * kTileColumns) {
+    for (int j = 0; j < head_dim; j += kStep, out += kStep / kPack<Unit> * kTileColumns) {
       if (t + 8 <= count && j + kStep <= head_dim)
         pack_key_units<Unit, true>(k + t, 8, j, kStep, out);
       else
@@ -148,7 +168,7 @@ inline void pack_value_units(const T* v, const T* next, typename Unit::Element* 
 // Whether a strip alone multiplies V where it lies: rows are read once, and copies would cost more.
 template <class T>
 inline bool reads_values(std::int64_t lanes, int head_dim) {
-  return sizeof(T) == 4 && lanes <= kTileRows && head_dim % kTileColumns == 0;
+  return kPack<typename Packing<T>::Unit> == 1 && lanes <= kTileRows && head_dim % kTileColumns == 0;
 }
 
 // Copies the V rows behind k into panels of kTileColumns of their columns.

@@ -41,9 +41,9 @@ struct TileScratch {
 };
 
 // c[rows][kTileColumns] = (Add ? c : 0) + a[rows][k] * b[k][kTileColumns] for rows <= R.
-template <class Unit, bool Add, int R = kTileRows>
+template <class Unit, bool Add, int R = kTileRows, class B>
 inline void multiply_rows(int rows, const typename Unit::Element* a, std::int64_t a_stride,
-                          const typename Unit::Element* b, std::int64_t b_stride, std::int64_t k,
+                          const B* b, std::int64_t b_stride, std::int64_t k,
                           float* c, std::int64_t c_stride) {
   if (rows >= R)
     multiply_tile<Unit, R, Add>(a, a_stride, b, b_stride, k, c, c_stride);
@@ -85,14 +85,15 @@ inline Span span_of(const Positions<kTileBlock>& slots, Reach widest) {
 }
 
 // o += weights V over the slots [from, to), from where V lies.
+template <class T>
 inline void add_values(const AttentionCall& c, const TileScratch& s,
-                       const Rows<float, 2 * kTileBlock>& rows, int lanes, int from, int to) {
+                       const Rows<T, 2 * kTileBlock>& rows, int lanes, int from, int to) {
   for (int next; from < to; from = next) {
     for (next = from + 1; next < to && rows.k[next] == rows.k[next - 1] + c.head_dim;) ++next;
     for (int j = 0; j < c.head_dim; j += kTileColumns)
-      multiply_rows<FloatUnit, true>(lanes, s.scores + from, kScoreStride,
-                                     rows.k[from] + rows.v_offset + j, c.head_dim, next - from,
-                                     s.o + j, s.dim);
+      multiply_rows<WidenedUnit, true>(lanes, s.scores + from, kScoreStride,
+                                       rows.k[from] + rows.v_offset + j, c.head_dim, next - from,
+                                       s.o + j, s.dim);
   }
 }
 
@@ -135,7 +136,7 @@ void attend_strip(const AttentionCall& c, const Scores& scores, const TileScratc
     for (std::int64_t j = 0; j < s.dim; j += Vec::N) store(o + j, mul(load(o + j), set1(decay)));
   }
 
-  if constexpr (sizeof(T) == 4)
+  if constexpr (kPack<Unit> == 1)
     if (reads_values<T>(s.lanes, c.head_dim)) return add_values(c, s, rows, lanes, from, span.last);
   const int first_unit = from / kPack<Unit>;
   // Weights of type bf16 lie at the start of their row of scores.

@@ -23,6 +23,12 @@ struct FloatUnit {
   static Vec multiply_add(Operand a, Operand b, Vec c) { return fma(a, b, c); }
 };
 
+// Rows of B lie in floats or in bfloat16, A in floats.
+struct WidenedUnit : FloatUnit {
+  template <class B>
+  static Operand load_row(const B* b) { return load(b); }
+};
+
 #if defined(__AVX512BF16__)
 struct bf16_pair {
   bf16 first, second;
@@ -71,9 +77,9 @@ inline void store_words(void* to, __m256i a) {
 #endif
 
 // c[R][kTileColumns] = (Add ? c : 0) + a[R][k] * b[k][kTileColumns]. Strides in units and floats.
-template <class Unit, int R, bool Add>
+template <class Unit, int R, bool Add, class B>
 inline void multiply_tile(const typename Unit::Element* a, std::int64_t a_stride,
-                          const typename Unit::Element* b, std::int64_t b_stride, std::int64_t k,
+                          const B* b, std::int64_t b_stride, std::int64_t k,
                           float* c, std::int64_t c_stride) {
   Vec sums[R][kTileVecs];
   MILLRACE_UNROLL

@@ -169,7 +169,7 @@ class MixedConfig(Section):
         "longest predicted time of an iteration if no running answer has a TBT objective",
     )
     idle_target_ms: float = setting(
-        200.0,
+        100.0,
         within(0.1, 1e6),
         "longest predicted time of an iteration while no answer runs",
     )
