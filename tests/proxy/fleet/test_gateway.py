@@ -83,9 +83,11 @@ async def test_records_of_open_requests_live_on(tmp_path, monkeypatch):
             for headers in ({}, {"x-millrace-resumable": "1"})
         ]
         await eventually(lambda: len(stack.fleet.specs) == 2)
+        [plain] = [r for r in stack.proxy.gateway.requests if not r.kept]
+        [kept] = [r for r in stack.proxy.gateway.requests if r.kept]
+        await eventually(lambda: [kept.request_id] in renewed)  # once, by its stream
         renewed.clear()
         await eventually(lambda: len(renewed) > 1)
-        [plain] = [r for r in stack.proxy.gateway.requests if not r.kept]
         assert renewed == [[plain.request_id]] * len(renewed)
         hold.set()
         await asyncio.gather(*posts)

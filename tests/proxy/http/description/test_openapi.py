@@ -11,6 +11,10 @@ from concurrent.futures import Future
 import httpx
 import pytest
 import schemathesis
+
+# Loaded before the gateway's thread runs: pytest parses its modules, and in CPython 3.11 parsing in
+# two threads at once may fail ("AST constructor recursion depth mismatch").
+import schemathesis.specs.openapi.schemas
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
