@@ -91,9 +91,9 @@ inline void add_values(const AttentionCall& c, const TileScratch& s,
   for (int next; from < to; from = next) {
     for (next = from + 1; next < to && rows.k[next] == rows.k[next - 1] + c.head_dim;) ++next;
     for (int j = 0; j < c.head_dim; j += kTileColumns)
-      multiply_rows<WidenedUnit, true>(lanes, s.scores + from, kScoreStride,
-                                       rows.k[from] + rows.v_offset + j, c.head_dim, next - from,
-                                       s.o + j, s.dim);
+      multiply_rows<FloatUnit, true>(lanes, s.scores + from, kScoreStride,
+                                     rows.k[from] + rows.v_offset + j, c.head_dim, next - from,
+                                     s.o + j, s.dim);
   }
 }
 

@@ -18,15 +18,10 @@ constexpr int kTileColumns = kTileVecs * Vec::N;
 struct FloatUnit {
   using Element = float;
   using Operand = Vec;
-  static Operand load_row(const float* b) { return load(b); }
+  template <class B>  // rows of B may lie in bfloat16
+  static Operand load_row(const B* b) { return load(b); }
   static Operand broadcast(const float* a) { return set1(*a); }
   static Vec multiply_add(Operand a, Operand b, Vec c) { return fma(a, b, c); }
-};
-
-// Rows of B lie in floats or in bfloat16, A in floats.
-struct WidenedUnit : FloatUnit {
-  template <class B>
-  static Operand load_row(const B* b) { return load(b); }
 };
 
 #if defined(__AVX512BF16__)

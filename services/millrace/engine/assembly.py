@@ -18,7 +18,7 @@ from millrace.engine.forward.local_runner import ModelRunner
 from millrace.engine.forward.passes import Passes
 from millrace.engine.forward.stage_passes import StagePasses
 from millrace.engine.kv.pool import KvPool
-from millrace.engine.kv_shape import KvShape, revised
+from millrace.engine.kv_shape import KvShape, dtype_of, revised
 from millrace.engine.model.config import ModelConfig
 from millrace.engine.model.loader import Model, load_model, model_hash
 from millrace.engine.parallel.follower import Beside
@@ -144,7 +144,7 @@ def open_engines(
     threads = max(1, compute_threads(config) // ranks)
     torch.set_num_threads(threads)
     folder = resolve_model(model)
-    use_determinism(folder, config, device)
+    alike = use_determinism(folder, config, device)
     group = None
     if ranks > 1:
         beside = services(transport) if own_pools else None
@@ -167,7 +167,7 @@ def open_engines(
                 dtype=config.dtype,
                 load_format=config.load_format,
                 progress=progress,
-                alike=alike_of(folder, config, device),
+                alike=alike,
             )
         shape = KvShape.of_one_page(
             folder, config, device, model_hash=revised(loaded.hash, revision), dtype=loaded.dtype
@@ -218,11 +218,6 @@ def open_kv_only(model: str | Path, config: EngineConfig, revision: str = "") ->
     )
 
 
-def dtype_of(folder: Path, config: EngineConfig) -> str:
-    """Returns the dtype in which a model is computed. Raises ModelError as `load_model` does."""
-    return ModelConfig.from_folder(folder).dtype if config.dtype == "auto" else config.dtype
-
-
 def alike_of(model: str | Path, config: EngineConfig, device: torch.device) -> Alike:
     """Returns where rows get the same bits. Raises ConfigError for a device that can't, and
     ModelError as `load_model` does.
@@ -234,14 +229,17 @@ def alike_of(model: str | Path, config: EngineConfig, device: torch.device) -> A
             )
         return Alike.NOWHERE
     if config.deterministic == "auto":
-        is_cheap = dtype_of(resolve_model(model), config) == "bfloat16"
+        whole = ModelConfig.from_folder(resolve_model(model))
+        is_cheap = dtype_of(whole, config) == "bfloat16"
         return Alike.PASSES if is_cheap and cpu_backend.uses_vectors() else Alike.NOWHERE
     return Alike.GROUPS if config.deterministic == "on" else Alike.NOWHERE
 
 
-def use_determinism(model: str | Path, config: EngineConfig, device: torch.device) -> None:
-    """Sets the kernels of this process. Raises as `alike_of` does."""
-    determinism.use(alike_of(model, config, device))
+def use_determinism(model: str | Path, config: EngineConfig, device: torch.device) -> Alike:
+    """Sets the kernels of this process; returns `alike_of`, and raises as it does."""
+    alike = alike_of(model, config, device)
+    determinism.use(alike)
+    return alike
 
 
 def engine_of(
@@ -320,7 +318,7 @@ def profile_key(model: str | Path, config: EngineConfig) -> ProfileKey:
     return ProfileKey(
         model_hash=model_hash(folder, load_format=config.load_format),
         device=processor_name(device),
-        dtype=dtype_of(folder, config),
+        dtype=dtype_of(ModelConfig.from_folder(folder), config),
         threads=compute_threads(config),
         max_chunk_tokens=config.max_chunk_tokens,
         tensor_parallel=config.tensor_parallel,

@@ -17,6 +17,11 @@ from millrace.engine.parallel.member_pools import has_own_pools
 from millrace.model_folder import resolve_model
 
 
+def dtype_of(model: ModelConfig, config: EngineConfig) -> str:
+    """Returns the dtype in which a model is computed."""
+    return model.dtype if config.dtype == "auto" else config.dtype
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
     """A model's shape and the layout of its KV pools."""
@@ -50,7 +55,7 @@ class KvShape:
         if not model_hash:
             model_hash = revised(hash_of(folder, load_format=config.load_format), revision)
         if dtype is None:
-            dtype = getattr(torch, whole.dtype if config.dtype == "auto" else config.dtype)
+            dtype = getattr(torch, dtype_of(whole, config))
         layout = KvLayout(
             model_hash=model_hash,
             dtype=str(dtype).removeprefix("torch."),

@@ -55,7 +55,7 @@ class MillraceEngine:
     """The model runner over a paged pool that fits the largest case.
 
     The process has the kernels of `engine.deterministic`, here `deterministic`, while the engine
-    loads or runs.
+    is made or runs.
     """
 
     def __init__(
@@ -63,8 +63,7 @@ class MillraceEngine:
     ) -> None:
         config = EngineConfig(device="cpu", dtype=dtype, deterministic=deterministic)
         self._alike = alike_of(folder, config, torch.device("cpu"))
-        with determinism.switched(self._alike):
-            model = load_model(folder, device="cpu", dtype=dtype)
+        model = load_model(folder, device="cpu", dtype=dtype)
         shape = model.config
         layout = KvLayout(
             model_hash=model.hash,

@@ -16,13 +16,7 @@ from typing import Final
 import torch
 
 from millrace.core.config import EngineConfig
-from millrace.engine.assembly import (
-    Engine,
-    alike_of,
-    engine_of,
-    resolve_device,
-    use_determinism,
-)
+from millrace.engine.assembly import Engine, engine_of, resolve_device, use_determinism
 from millrace.engine.device.graph_sizes import graph_sizes
 from millrace.engine.kv.pool import KvPool
 from millrace.engine.kv_shape import KvShape
@@ -74,7 +68,7 @@ def open_staged_engine(
     """
     device = resolve_device(config.device)
     own_pools = has_own_pools(config, device)
-    use_determinism(model, config, device)
+    alike = use_determinism(model, config, device)
     shape = KvShape.of_one_page(model, config, device, revision)
     dtype = getattr(torch, shape.layout.dtype)
     graph_sizes(config, shape.model.head_dim, device, dtype, shape.max_context_tokens)  # refuses
@@ -95,7 +89,7 @@ def open_staged_engine(
             load_format=config.load_format,
             seed=0,
             stage=Stage(0, config.stages),
-            alike=alike_of(shape.folder, config, device),
+            alike=alike,
         )
         stages.start((shape.layout.model_hash, config.load_format))
         if ranks > 1:
