@@ -75,14 +75,16 @@ def tokens_of(stack):
     return sum(r.completion_tokens for r in stack.proxy.gateway.requests)
 
 
-async def restart_decode(fleet):
+async def break_stream(fleet, spec):
+    """Its stream ends with an event that the instance has no longer."""
     await fleet.stop_decode()
+    fleet.tokens[spec.proxy.id].count += 1
     await fleet.start_decode()
 
 
 DISTURBANCES = {
     "moved": lambda fleet: fleet.move,
-    "broken": lambda fleet: lambda spec: restart_decode(fleet),
+    "broken": lambda fleet: lambda spec: break_stream(fleet, spec),
     "failed": lambda fleet: lambda spec: fleet.fail(spec, "decode died", resumable=True),
     "placed again": lambda fleet: fleet.place,
 }

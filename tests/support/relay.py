@@ -45,6 +45,10 @@ class Relay:
         for writer in self._writers:
             writer.close()
 
+    def reopen(self) -> None:
+        """Takes connections again; those that were cut stay so."""
+        self._is_cut = False
+
     def heal(self) -> None:
         """Passes bytes again, those that waited first."""
         self._is_cut = False

@@ -64,8 +64,9 @@ class TokenEvent(NamedTuple):
 class TokenBatch(NamedTuple):
     """The events that a decode instance sends to a proxy together.
 
-    `first`: the events that were sent to this incarnation of the proxy before. The first batch of a
-    stream may have no events: it tells the proxy whether events were lost with an earlier stream.
+    `first`: the events before these, of all that this incarnation of the proxy was to get. The
+    first batch of a stream may have no events: it tells the proxy whether events were lost with an
+    earlier stream.
     """
 
     first: int

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from millrace.core.incarnation import Incarnation
-from millrace.core.token_events import TokenBatch, TokenEvent
+from millrace.core.token_events import PositionLogprobs, TokenBatch, TokenDetail, TokenEvent
 from millrace.instance.tokens import streams as token_streams
 from millrace.instance.tokens.streams import TokenStreams
 from support.deadlines import eventually
@@ -50,6 +50,73 @@ async def test_a_proxy_that_comes_back_in_time_misses_nothing() -> None:
     await asyncio.sleep(0.3)
     assert gone == []
     await again.aclose()
+
+
+@pytest.mark.parametrize("received", range(6))
+async def test_what_a_broken_stream_was_sent_comes_again(received: int) -> None:
+    streams = TokenStreams(60, lambda proxy: None)
+    broken = streams.subscribe(PROXY)
+    for token in range(4):  # in batches of one, one and two events
+        streams.publish(PROXY, event(token))
+        if token != 2:
+            await anext(broken)
+    streams.publish(PROXY, event(4))
+
+    resumed = streams.subscribe(PROXY, received)
+
+    batch = await anext(resumed)
+    if received == 5:  # more than it was sent
+        received = 4
+    assert (batch.first, tokens(batch)) == (received, list(range(received, 5)))
+    await resumed.aclose()
+    again = streams.subscribe(PROXY, received)
+    assert await anext(again) == batch
+    streams.publish(PROXY, event(5))
+    assert await anext(again) == TokenBatch(5, [event(5)])
+    await again.aclose()
+    await broken.aclose()
+
+
+async def test_a_proxy_that_has_not_counted_gets_nothing_again() -> None:
+    streams = TokenStreams(60, lambda proxy: None)
+    broken = streams.subscribe(PROXY)
+    streams.publish(PROXY, event(0))
+    await anext(broken)
+
+    new = streams.subscribe(PROXY)
+
+    assert await anext(new) == TokenBatch(1, [])
+    await new.aclose()
+    await broken.aclose()
+
+
+LARGE = [
+    TokenDetail(prompt_logprobs=(PositionLogprobs((1, 0.0)),) * 40),
+    TokenDetail(pooled=bytes(40 * 256)),
+]
+
+
+@pytest.mark.parametrize("detail", LARGE)
+async def test_what_is_kept_for_a_proxy_is_bounded(
+    detail: TokenDetail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_streams, "MOST_KEPT_EVENTS", 40)
+    streams = TokenStreams(60, lambda proxy: None)
+
+    async def resumed(received: int) -> TokenBatch:
+        stream = streams.subscribe(PROXY, received)
+        batch = await anext(stream)
+        await stream.aclose()
+        return batch
+
+    for token in range(60):
+        streams.publish(PROXY, event(token))
+        assert (await resumed(token)).first == token
+    assert await resumed(19) == TokenBatch(60, [])  # the oldest of the 41 is gone
+    assert tokens(await resumed(20)) == list(range(20, 60))
+    streams.publish(PROXY, event(60)._replace(detail=detail))
+    assert tokens(await resumed(60)) == [60]
+    assert await resumed(60) == TokenBatch(61, [])
 
 
 async def test_a_proxy_that_stays_away_is_given_up() -> None:

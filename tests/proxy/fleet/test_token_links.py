@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -12,14 +13,19 @@ from millrace.core.backoff import Backoff
 from millrace.core.incarnation import Incarnation
 from millrace.core.scheduler.commands import Member
 from millrace.core.token_events import TokenBatch, TokenEvent
+from millrace.instance.tokens.servicer import TokenServicer
+from millrace.instance.tokens.streams import TokenStreams
+from millrace.proxy.fleet import token_links
 from millrace.proxy.fleet.token_links import TokenLinks
 from millrace.wire.codec.token_events import batch_message
 from millrace.wire.pb import decode_pb2, decode_pb2_grpc
 from millrace.wire.server import bind, create_server
 from support.deadlines import HANG_S
 from support.live_stack import eventually
+from support.relay import Relay, relay
 
 STREAMS = 24
+PROXY, DECODE = Incarnation("x", 1), Incarnation("d0", 1)
 
 
 class ShortStreams(decode_pb2_grpc.DecodeServicer):
@@ -34,15 +40,21 @@ class ShortStreams(decode_pb2_grpc.DecodeServicer):
 class Listener:
     def __init__(self) -> None:
         self.lost: list[bool] = []  # of each stream that was up
-        self.events = 0
+        self.breaks = 0
+        self.tokens: list[int] = []
+
+    @property
+    def events(self) -> int:
+        return len(self.tokens)
 
     def on_batch(self, decode: Incarnation, events: Sequence[TokenEvent]) -> None:
-        self.events += len(events)
+        self.tokens += [token for event in events for token in event.token_ids]
 
     def on_stream_up(self, decode: Incarnation, *, lost: bool) -> None:
         self.lost.append(lost)
 
-    def on_tokens_lost(self, decode: Incarnation) -> None: ...
+    def on_tokens_lost(self, decode: Incarnation) -> None:
+        self.breaks += 1
 
 
 class Streams(decode_pb2_grpc.DecodeServicer):
@@ -104,3 +116,81 @@ async def test_a_stream_that_was_up_is_opened_again_after_the_first_pause():
     finally:
         await links.close()
         await server.stop(None)
+
+
+@asynccontextmanager
+async def over_a_relay() -> AsyncIterator[tuple[TokenStreams, Relay, Listener]]:
+    """An instance's token streams, and a listener that reaches them by a relay."""
+    streams, server, listener = (
+        TokenStreams(HANG_S, lambda proxy: None),
+        create_server(),
+        Listener(),
+    )
+    TokenServicer(streams, DECODE).add_to(server)
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    links = TokenLinks(PROXY, listener)
+    try:
+        async with relay("127.0.0.1", port) as way:
+            links.keep([Member(incarnation=DECODE, address=f"127.0.0.1:{way.port}")])
+            await eventually(lambda: listener.lost == [False])
+            yield streams, way, listener
+    finally:
+        await links.close()
+        await server.stop(None)
+
+
+def publish(streams: TokenStreams, token: int) -> None:
+    streams.publish(PROXY, TokenEvent("r", token_ids=(token,)))
+
+
+async def test_a_connection_that_breaks_while_tokens_are_under_way_loses_none() -> None:
+    """They have left the instance and have not reached the proxy: they are in the network."""
+    async with over_a_relay() as (streams, way, listener):
+        publish(streams, 0)
+        await eventually(lambda: listener.tokens == [0])
+        way.strand()
+        for token in range(1, 9):
+            publish(streams, token)
+            await asyncio.sleep(0.01)  # one message each
+        way.cut()
+        way.heal()
+        publish(streams, 9)
+        await eventually(lambda: listener.tokens == list(range(10)))
+        assert (listener.breaks, listener.lost) == (0, [False, False])
+
+
+async def test_tokens_that_are_no_longer_kept_are_known_to_be_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("millrace.instance.tokens.streams.MOST_KEPT_EVENTS", 3)
+    async with over_a_relay() as (streams, way, listener):
+        way.strand()
+        for token in range(5):
+            publish(streams, token)
+            await asyncio.sleep(0.01)
+        way.cut()
+        way.heal()
+        await eventually(lambda: listener.lost == [False, True])
+        publish(streams, 5)
+        await eventually(lambda: listener.tokens == [5])
+
+
+@pytest.mark.parametrize("how", ["refused", "silent"])
+async def test_an_instance_that_is_not_reached_again_is_told_of(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused connection says so at once, and a silent one in time; the stream comes back."""
+    within_s = 0.2 if how == "silent" else HANG_S
+    monkeypatch.setattr(token_links, "RESUME_WITHIN_S", within_s)
+    async with over_a_relay() as (streams, way, listener):
+        if how == "silent":
+            way.stall()
+        way.cut()
+        if how == "silent":
+            way.reopen()
+        await eventually(lambda: listener.breaks == 1)
+        publish(streams, 0)
+        way.heal()
+        await eventually(lambda: listener.tokens == [0])
+        assert listener.lost == [False, False]

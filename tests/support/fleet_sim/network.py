@@ -269,7 +269,12 @@ class Channel:
         return lambda requests, **_: self._network.call(self._address, path, requests, streams=True)
 
     def unary_stream(self, path: str, **codecs: object) -> Callable[..., Any]:
-        return lambda request, **_: self._network.call(self._address, path, request, streams=False)
+        def ask(request: Any, wait_for_ready: bool = False, **_: object) -> Any:
+            if wait_for_ready:
+                return Waiting(self._network, self._address, path, request)
+            return self._network.call(self._address, path, request, streams=False)
+
+        return ask
 
     def unary_unary(self, path: str, **codecs: object) -> Callable[..., Any]:
         def ask(request: Any, timeout: float | None = None) -> Any:
@@ -345,11 +350,8 @@ class Network:
         await one
 
     def call(self, address: str, path: str, requests: Any, *, streams: bool) -> Any:
-        waits = not streams and path.endswith("/StreamTokens")
-        if not waits and address not in self.servers:
+        if address not in self.servers:
             return Refused()
-        if waits:
-            return Waiting(self, address, path, requests)
         return self.connect(address, path, requests, streams)
 
     def connect(self, address: str, path: str, requests: Any, streams: bool) -> Call:

@@ -62,9 +62,16 @@ def test_events_of_tokens_alone_arrive_in_order() -> None:
 
 
 def test_a_subscription_names_both_incarnations() -> None:
-    found = subscription(Incarnation("x", 1), Incarnation("d", 1 << 63))
+    found = subscription(Incarnation("x", 1), Incarnation("d", 1 << 63), None)
     assert (found.proxy.id, found.proxy.generation) == ("x", 1)
     assert (found.decode.id, found.decode.generation) == ("d", 1 << 63)
+    assert not found.HasField("received")
+
+
+def test_a_proxy_that_has_received_nothing_says_so() -> None:
+    """It may have been sent events; a proxy that has not counted is not sent them again."""
+    found = subscription(Incarnation("x", 1), Incarnation("d", 1), 0)
+    assert found.HasField("received") and found.received == 0
 
 
 def test_the_end_of_a_prefill_comes_back_as_it_was() -> None:

@@ -38,6 +38,8 @@ class TokenServicer(decode_pb2_grpc.DecodeServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"this is {self._incarnation.id}, generation {self._incarnation.generation}",
             )
-        async with aclosing(self._streams.subscribe(incarnation_of(request.proxy))) as batches:
+        received = request.received if request.HasField("received") else None
+        stream = self._streams.subscribe(incarnation_of(request.proxy), received)
+        async with aclosing(stream) as batches:
             async for batch in batches:
                 yield batch_message(batch)

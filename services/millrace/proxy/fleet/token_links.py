@@ -1,6 +1,7 @@
 """Token streams: one from each decode instance, open before any request is placed there.
 
-A stream from a prefill instance is opened when the first prefill-only request is placed there.
+A stream from a prefill instance is opened when the first prefill-only request is placed there. A
+stream that breaks is resumed at once if its instance answers, from the first event that is missing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from millrace.wire.clients.token_stream import TokenStreamError, token_events
 log = logging.getLogger(__name__)
 
 RETRY = Backoff(0.05, 2.0)
+#: A stream that broke goes on unnoticed if the next one is up within this time. Requests of an
+#: instance that is gone wait so long, unless their connection is refused or the scheduler knows.
+RESUME_WITHIN_S = 1.0
 #: The events of so many instances are counted. One that was without requests, or out of the fleet
 #: for a moment, goes on where it was.
 MOST_COUNTED = 4096
@@ -35,7 +39,7 @@ class TokenListener(Protocol):
         """Reports that a stream of `decode` is up. `lost`: events were lost with an earlier one."""
 
     def on_tokens_lost(self, decode: Incarnation) -> None:
-        """Reports that the stream of `decode` broke: events may be missing."""
+        """Reports that the stream of `decode` broke and no other is up: events may be missing."""
 
 
 class TokenLinks:
@@ -48,7 +52,7 @@ class TokenLinks:
         self._links: dict[Incarnation, asyncio.Task[None]] = {}
         self._listed: set[Incarnation] = set()
         self._received: dict[Incarnation, int] = {}  # events, on all streams to an instance
-        self._failures: dict[Incarnation, int] = {}  # since a stream of the link was last up
+        self._up: set[Incarnation] = set()  # whose stream is up
 
     def keep(self, members: Iterable[Member], on_demand: Iterable[Member] = ()) -> None:
         """Opens streams to all members, and keeps those that are open to members `on_demand`.
@@ -78,40 +82,50 @@ class TokenLinks:
 
     async def _run(self, decode: Member) -> None:
         """Reads the stream and reconnects, until the instance is known to be gone."""
-        incarnation = decode.incarnation
+        incarnation, within_s, failures = decode.incarnation, None, 0
         while True:
             reason, gone = "the stream ended", False
             try:
-                await self._read(decode)
+                await self._read(decode, within_s)
             except TokenStreamError as error:
                 reason, gone = str(error), error.is_gone
             except Exception as error:  # a defect must not silence the instance for good
                 log.exception("decode %s", incarnation.id)
                 reason = repr(error)
             log.warning("decode %s at %s: %s", incarnation.id, decode.address, reason)
-            self._listener.on_tokens_lost(incarnation)
-            if gone or incarnation not in self._listed:
-                self._forget(incarnation)
-                return
-            failures = self._failures.get(incarnation, 0)
-            self._failures[incarnation] = failures + 1
+            if incarnation in self._up:
+                self._up.remove(incarnation)
+                within_s, failures = RESUME_WITHIN_S, 0
+            else:
+                self._listener.on_tokens_lost(incarnation)
+                if gone or incarnation not in self._listed:
+                    self._forget(incarnation)
+                    return
+                within_s = None
             await asyncio.sleep(self._retry.pause_s(failures))
+            failures += 1
 
     def _forget(self, incarnation: Incarnation) -> None:
         self._links.pop(incarnation, None)
-        self._failures.pop(incarnation, None)
+        self._up.discard(incarnation)
 
-    async def _read(self, decode: Member) -> None:
-        """Reads one stream to its end."""
-        incarnation, received, is_up = decode.incarnation, self._received, False
-        stream = token_events(decode.address, proxy=self._proxy, decode=incarnation)
+    async def _read(self, decode: Member, within_s: float | None) -> None:
+        """Reads one stream to its end. `within_s`: the longest time until it is up."""
+        incarnation, counted = decode.incarnation, self._received
+        stream = token_events(
+            decode.address,
+            proxy=self._proxy,
+            decode=incarnation,
+            received=counted.get(incarnation),
+            within_s=within_s,
+        )
         async with aclosing(stream) as batches:
             async for first, events in batches:
-                if not is_up:
-                    is_up, lost = True, first != received.pop(incarnation, 0)
-                    self._failures.pop(incarnation, None)
+                if incarnation not in self._up:
+                    self._up.add(incarnation)
+                    lost = first != counted.pop(incarnation, 0)
                     self._listener.on_stream_up(incarnation, lost=lost)
-                received[incarnation] = first + len(events)
-                if len(received) > MOST_COUNTED:
-                    del received[next(iter(received))]
+                counted[incarnation] = first + len(events)
+                if len(counted) > MOST_COUNTED:
+                    del counted[next(iter(counted))]
                 self._listener.on_batch(incarnation, events)

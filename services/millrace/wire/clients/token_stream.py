@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 
 import grpc
@@ -24,21 +25,38 @@ class TokenStreamError(MillraceError):
 
 
 async def token_events(
-    address: str, *, proxy: Incarnation, decode: Incarnation
+    address: str,
+    *,
+    proxy: Incarnation,
+    decode: Incarnation,
+    received: int | None = None,
+    within_s: float | None = None,
 ) -> AsyncGenerator[TokenBatch]:
     """Subscribes `proxy` to the decode instance at `address`; yields each message.
 
-    The stream waits while the instance can't be reached. An instance keeps events until a proxy
-    asks for them. Events sent to a stream that breaks are lost, which `TokenBatch.first` of the
-    next stream tells. The caller closes the generator. Raises TokenStreamError.
+    `received`: the events that the proxy has of earlier streams, if it has counted them. The
+    instance sends what follows, as far as it has kept that; `TokenBatch.first` tells whether events
+    are lost. An instance keeps events until a proxy asks for them.
+
+    The stream waits while the instance can't be reached; with `within_s` it fails at once then, and
+    if the first message takes longer. The caller closes the generator. Raises TokenStreamError.
     """
-    async with open_channel(address) as channel:
+    in_time = within_s is not None
+    async with open_channel(address, alone=in_time) as channel:
         call = decode_pb2_grpc.DecodeStub(channel).StreamTokens(
-            subscription(proxy, decode), wait_for_ready=True
+            subscription(proxy, decode, received), wait_for_ready=not in_time
         )
+        batches = aiter(call)
         try:
-            async for batch in call:
+            async with asyncio.timeout(within_s):
+                first = await anext(batches)
+            yield batch_of(first)
+            async for batch in batches:
                 yield batch_of(batch)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise TokenStreamError(f"no answer within {within_s:g} s") from None
         except MessageError as error:
             raise TokenStreamError(str(error)) from error
         except grpc.aio.AioRpcError as error:

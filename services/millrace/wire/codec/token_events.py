@@ -46,9 +46,11 @@ def logprobs_of(message: common_pb2.PositionLogprobs) -> PositionLogprobs | None
 # ---- decode -> proxy
 
 
-def subscription(proxy: Incarnation, decode: Incarnation) -> decode_pb2.TokenSubscription:
+def subscription(
+    proxy: Incarnation, decode: Incarnation, received: int | None
+) -> decode_pb2.TokenSubscription:
     return decode_pb2.TokenSubscription(
-        proxy=incarnation_message(proxy), decode=incarnation_message(decode)
+        proxy=incarnation_message(proxy), decode=incarnation_message(decode), received=received
     )
 
 

@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from millrace.wire.pb import common_pb2 as millrace_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18millrace/v1/decode.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\"f\n\x11TokenSubscription\x12\'\n\x05proxy\x18\x01 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12(\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x18.millrace.v1.Incarnation\"D\n\nTokenBatch\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.millrace.v1.TokenEvent\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\"\xca\x02\n\nTokenEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.millrace.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.millrace.v1.FinishReason\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x15\n\rstop_token_id\x18\x07 \x01(\x05\x12\r\n\x05spans\x18\x08 \x03(\x0c\x12\x36\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x1d.millrace.v1.PositionLogprobs\x12\x15\n\rcached_tokens\x18\n \x01(\r\x12\x0e\n\x06pooled\x18\x0b \x01(\x0c\x12\x0e\n\x06\x62\x65gins\x18\x0c \x01(\x08\x32S\n\x06\x44\x65\x63ode\x12I\n\x0cStreamTokens\x12\x1e.millrace.v1.TokenSubscription\x1a\x17.millrace.v1.TokenBatch0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18millrace/v1/decode.proto\x12\x0bmillrace.v1\x1a\x18millrace/v1/common.proto\"\x8a\x01\n\x11TokenSubscription\x12\'\n\x05proxy\x18\x01 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12(\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x18.millrace.v1.Incarnation\x12\x15\n\x08received\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x0b\n\t_received\"D\n\nTokenBatch\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.millrace.v1.TokenEvent\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\"\xca\x02\n\nTokenEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12/\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1d.millrace.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.millrace.v1.FinishReason\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x15\n\rstop_token_id\x18\x07 \x01(\x05\x12\r\n\x05spans\x18\x08 \x03(\x0c\x12\x36\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x1d.millrace.v1.PositionLogprobs\x12\x15\n\rcached_tokens\x18\n \x01(\r\x12\x0e\n\x06pooled\x18\x0b \x01(\x0c\x12\x0e\n\x06\x62\x65gins\x18\x0c \x01(\x08\x32S\n\x06\x44\x65\x63ode\x12I\n\x0cStreamTokens\x12\x1e.millrace.v1.TokenSubscription\x1a\x17.millrace.v1.TokenBatch0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOKENSUBSCRIPTION']._serialized_start=67
-  _globals['_TOKENSUBSCRIPTION']._serialized_end=169
-  _globals['_TOKENBATCH']._serialized_start=171
-  _globals['_TOKENBATCH']._serialized_end=239
-  _globals['_TOKENEVENT']._serialized_start=242
-  _globals['_TOKENEVENT']._serialized_end=572
-  _globals['_DECODE']._serialized_start=574
-  _globals['_DECODE']._serialized_end=657
+  _globals['_TOKENSUBSCRIPTION']._serialized_start=68
+  _globals['_TOKENSUBSCRIPTION']._serialized_end=206
+  _globals['_TOKENBATCH']._serialized_start=208
+  _globals['_TOKENBATCH']._serialized_end=276
+  _globals['_TOKENEVENT']._serialized_start=279
+  _globals['_TOKENEVENT']._serialized_end=609
+  _globals['_DECODE']._serialized_start=611
+  _globals['_DECODE']._serialized_end=694
 # @@protoc_insertion_point(module_scope)

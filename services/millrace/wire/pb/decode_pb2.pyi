@@ -8,12 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TokenSubscription(_message.Message):
-    __slots__ = ("proxy", "decode")
+    __slots__ = ("proxy", "decode", "received")
     PROXY_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     proxy: _common_pb2.Incarnation
     decode: _common_pb2.Incarnation
-    def __init__(self, proxy: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., decode: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ...) -> None: ...
+    received: int
+    def __init__(self, proxy: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., decode: _Optional[_Union[_common_pb2.Incarnation, _Mapping]] = ..., received: _Optional[int] = ...) -> None: ...
 
 class TokenBatch(_message.Message):
     __slots__ = ("events", "first")
