@@ -118,9 +118,11 @@ def run_async(work: Coroutine[None, None, None]) -> None:
     import uvloop
 
     from millrace.file_limit import raise_file_limit
+    from millrace.thread_limit import check_threads
 
     raise_file_limit()
-    with plain_errors():
+    with plain_errors(), contextlib.closing(work):
+        check_threads()
         uvloop.run(work)
 
 

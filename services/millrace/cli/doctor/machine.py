@@ -12,14 +12,16 @@ from millrace.container_limits import spare_bytes, usable_cores
 from millrace.core.config import Config
 from millrace.file_limit import most_clients, raise_file_limit
 from millrace.local.devices import gpus_there
+from millrace.thread_limit import ADVICE, WANTED, startable_threads
 from millrace.version import version
 
 
 def machine() -> Iterator[Finding]:
-    """Yields what this machine has: versions, cores, open files, NIXL and GPUs."""
+    """Yields what this machine has: versions, cores, open files, threads, NIXL and GPUs."""
     versions = f"millrace {version()}, Python {platform.python_version()}"
     yield Finding(OK, "this machine", f"{versions}, {_room()}")
     yield _files()
+    yield _threads()
     if importlib.util.find_spec("torch") is None:
         yield Finding(OK, "engine", "not installed here: fine for a machine without instances")
         return
@@ -43,6 +45,14 @@ def _files() -> Finding:
     return Finding(
         WARNING, "open files", measured, "raise the hard limit: ulimit -Hn, LimitNOFILE of systemd"
     )
+
+
+def _threads() -> Finding:
+    found = startable_threads()
+    if found == WANTED:
+        return Finding(OK, "threads", f"{WANTED} more can start, as a service needs")
+    measured = f"{found} more can start, and a service needs {WANTED}"
+    return Finding(FAILURE, "threads", measured, ADVICE)
 
 
 def _engine() -> Iterator[Finding]:
