@@ -29,13 +29,20 @@ class Background:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(
-        self, reply: ResponseReply, submit: Callable[[], Awaitable[None]], end: Callable[[], None]
+        self,
+        reply: ResponseReply,
+        *,
+        submit: Callable[[], Awaitable[None]],
+        end: Callable[[], None],
+        settle: Callable[[], Awaitable[None]],
     ) -> None:
         """Starts a response that is in the store.
 
         `submit` hands its requests to the gateway; `end` cancels the requests that have not ended.
+        `settle` runs when the output is complete, before clients see that, and again if the store
+        did not answer then; it raises no ApiError.
         """
-        task = asyncio.create_task(self._run(reply, submit, end))
+        task = asyncio.create_task(self._run(reply, submit, end, settle))
         self._tasks[reply.response_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(reply.response_id))
 
@@ -47,12 +54,16 @@ class Background:
         await cancel(*tasks)
 
     async def _run(
-        self, reply: ResponseReply, submit: Callable[[], Awaitable[None]], end: Callable[[], None]
+        self,
+        reply: ResponseReply,
+        submit: Callable[[], Awaitable[None]],
+        end: Callable[[], None],
+        settle: Callable[[], Awaitable[None]],
     ) -> None:
         progress = reply.progress
         try:
             await submit()
-            await self._follow(reply)
+            await self._follow(reply, settle)
         except ApiError as error:
             progress.fail(error)
         except Exception:
@@ -64,11 +75,13 @@ class Background:
             reply.fail(progress.error)
             await self._save(reply, 0)
 
-    async def _follow(self, reply: ResponseReply) -> None:
+    async def _follow(self, reply: ResponseReply, settle: Callable[[], Awaitable[None]]) -> None:
         """Writes the output as it comes; returns at its end, or when the response was cancelled."""
         progress, stored_events = reply.progress, 0
         while progress.error is None:
             finished, events = progress.finished, len(reply.events)
+            if finished:
+                await settle()
             wanted = await self._save(reply, stored_events)
             if wanted is False or (wanted and finished):
                 return

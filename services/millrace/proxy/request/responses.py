@@ -109,10 +109,8 @@ def read_response(bodies: Bodies, body: bytes, response_id: str) -> ResponseRequ
     given = fields["input"]
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    if fields.get("conversation"):
-        for name in ("previous_response_id", "background"):
-            if fields.get(name):
-                raise bad_field("conversation", f"can't go together with '{name}'.")
+    if fields.get("conversation") and fields.get("previous_response_id"):
+        raise bad_field("conversation", "can't go together with 'previous_response_id'.")
     items = [
         shown_item(item, partial(input_item_id, response_id=response_id, place=place))
         for place, item in enumerate(given)

@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from millrace.core.config import TenantConfig, load_config
-from support.gateway import MODEL, gateway
+from support.gateway import MODEL, Script, gateway
+from support.live_stack import eventually
 from support.stores import private_redis
 from support.tool_model import CALL, WEATHER, respond, same_prompt, serving
 
@@ -88,6 +89,39 @@ async def test_a_response_continues_a_conversation_and_joins_it(stack):
     assert kept == ["a", "b", "c", "One.", "d", "Two."]
     await respond(stack, input="e", conversation=made.id, store=False)
     assert texts(await items_of(stack, made)) == [*kept, "e", "Good."]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_background_response_joins_its_conversation_before_it_is_complete(stack, stream):
+    made = await stack.client.conversations.create(items=[said("a"), said("b", "assistant")])
+    asked = {"input": "c", "conversation": made.id, "background": True}
+    answer = await respond(stack, "One.", stream=stream, **asked)
+    if stream:
+        events = [event async for event in answer]
+        assert (events[-1].type, events[-1].response.conversation.id) == (
+            "response.completed",
+            made.id,
+        )
+    else:
+
+        async def is_complete():
+            found = await stack.client.responses.retrieve(answer.id)
+            return found.status == "completed"
+
+        await eventually(is_complete)
+    assert texts(await items_of(stack, made)) == ["a", "b", "c", "One."]
+    await respond(stack, "Two.", input="d", conversation=made.id)
+    assert texts(await items_of(stack, made)) == ["a", "b", "c", "One.", "d", "Two."]
+
+
+async def test_a_cancelled_background_response_joins_no_conversation(stack):
+    made = await stack.client.conversations.create(items=[said("a")])
+    stack.fleet.script = Script(hold=asyncio.Event(), hold_after=1)
+    asked = {"model": MODEL, "input": "b", "conversation": made.id, "background": True}
+    answer = await stack.client.responses.create(**asked)
+    assert (await stack.client.responses.cancel(answer.id)).status == "cancelled"
+    await eventually(lambda: stack.proxy.gateway.inflight == 0)
+    assert texts(await items_of(stack, made)) == ["a"]
 
 
 async def test_calls_and_their_outputs_join_a_conversation(stack):
@@ -188,7 +222,7 @@ async def test_errors_name_the_field(stack, path, body, param):
         ({"conversation": {}}, 400, "conversation.id"),
         ({"conversation": 5}, 400, "conversation"),
         ({"conversation": "conv_1", "previous_response_id": "resp_1"}, 400, "conversation"),
-        ({"conversation": "conv_1", "background": True}, 400, "conversation"),
+        ({"conversation": "conv_1", "background": True}, 404, "conversation"),
     ],
 )
 async def test_errors_of_responses_name_the_field(stack, fields, status, param):

@@ -97,12 +97,17 @@ class _Creation:
 
     async def _keep(self, asked: _Asked, reply: ResponseReply) -> None:
         """Keeps a complete response, and adds its turn to its conversation."""
-        request, services, tenant = asked.request, self._services, self._arrival.tenant
-        if request.store:
-            await services.responses.keep(reply, tenant, source_of(request, asked.history))
+        source = source_of(asked.request, asked.history)
+        if asked.request.store:
+            await self._services.responses.keep(reply, self._arrival.tenant, source)
+        await self._join(asked.request, reply)
+
+    async def _join(self, request: ResponseRequest, reply: ResponseReply) -> None:
+        """Adds the turn of a complete response to its conversation, if it has one."""
         if request.conversation is not None:
             items = [*request.items, *reply.to_dict()["output"]]
-            await services.conversations.keep(request.conversation, tenant, items)
+            conversations, tenant = self._services.conversations, self._arrival.tenant
+            await conversations.keep(request.conversation, tenant, items)
 
     async def _read(self, body: bytes, tenant: str) -> _Asked:
         request = read_response(self._model.bodies, body, self._response_id)
@@ -187,7 +192,10 @@ class _Creation:
             raise
         first = reply.document()
         self._services.background.start(
-            reply, lambda: self._runs.submit(reply), lambda: self._runs.end(reply, arrival)
+            reply,
+            submit=lambda: self._runs.submit(reply),
+            end=lambda: self._runs.end(reply, arrival),
+            settle=lambda: self._join(asked.request, reply),
         )
         if not streams:
             await send_json(client.send, 200, first)
