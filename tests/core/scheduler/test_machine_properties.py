@@ -194,14 +194,23 @@ class World(RuleBasedStateMachine):
         self.admitted[i, r] = effect.attempt
 
     def spread(self, effect: effects.AdmitDecode) -> None:
-        """Checks that every shard is at another instance that takes work, and within the limits."""
+        """Checks that every shard is at another instance that takes work, and within the limits: of
+        the tokens of a shard, unless the request would fit nowhere then.
+        """
         workers = [shard.worker_id for shard in effect.shards]
         assert workers[0] == effect.instance_id and len(set(workers)) == len(workers)
         assert not set(workers) & (self.leaving | self.cordoned | set(PREFILLS))
         most, degree = self.config.max_kv_tokens_per_worker, self.config.max_kvp_degree
-        assert all(shard.num_tokens <= (most or 400) for shard in effect.shards)
+        request = self.machine.requests[effect.request_id]
+        tokens = request.prompt_tokens + request.max_new_tokens
+        there = {i for i in (*DECODES, *KVPS) if i in self.machine.cluster.instances}
+        holders = len(there - self.leaving - self.cordoned)
+        holders = min(holders, degree or holders)
+        longest = max(shard.num_tokens for shard in effect.shards)
+        assert longest <= 400
+        assert not most or longest <= most or (longest - BLOCK_TOKENS) * holders < tokens
         assert not degree or len(workers) <= degree
-        assert self.machine.requests[effect.request_id].choices == 1
+        assert request.choices == 1
         for worker in workers[1:]:
             self.hold(worker, effect.request_id)
             self.admitted[worker, effect.request_id] = effect.attempt

@@ -66,7 +66,7 @@ def test_kv_workers_share_a_long_context():
 
 def test_what_no_workers_can_hold_is_refused():
     requests = [planned(0, 0.0, 40_000, 101), planned(1, 0.0, 9000, 101)]
-    run = Run(limited(10_000), requests)
+    run = Run(limited(10_000, decode_kv_tokens=16_000), requests)
     assert run.records[0].error == "too_large"
     assert (run.records[1].error, run.counters.kvp_onboardings) == ("", 0)
 
@@ -96,7 +96,8 @@ def test_a_second_long_context_waits_for_all_of_its_memory():
 
 def test_no_more_workers_take_part_than_the_scheduler_allows():
     config = SchedulerConfig(max_kvp_degree=2, max_kv_tokens_per_worker=10_000)
-    run = Run(toy_spec(config, kvp=3), [planned(0, 0.0, 15_000, 11), planned(1, 0.0, 25_000, 11)])
+    spec = toy_spec(config, kvp=3, decode_kv_tokens=12_000, kvp_kv_tokens=12_000)
+    run = Run(spec, [planned(0, 0.0, 15_000, 11), planned(1, 0.0, 25_000, 11)])
     assert run.counters.kvp_onboardings == 1
     assert [run.records[i].error for i in range(2)] == ["", "too_large"]
 

@@ -279,7 +279,7 @@ class LoadMeter:
             owners = pool.kv_owners()
             if not pool.kvp_placement.wanted(request, owners):
                 return None
-            found = max(found or 0, pool.kvp_placement.longest_shard(owners))
+            found = max(found or 0, pool.kvp_placement.longest_shard(request, owners))
         return found
 
 

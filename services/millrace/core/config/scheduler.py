@@ -45,8 +45,8 @@ class SchedulerConfig(Section):
     max_kv_tokens_per_worker: int = setting(
         0,
         within(0),
-        "most tokens of one request at one decode instance or KVP worker, in whole pages; "
-        "0: only requests that fit no instance are spread",
+        "most tokens of one request at one decode instance or KVP worker, in whole pages, unless "
+        "the request would fit nowhere then; 0: only requests that fit no instance are spread",
     )
     max_kvp_degree: int = setting(
         0, within(0, 4096), "most instances over which one request's KV is spread; 0: any number"

@@ -16,6 +16,8 @@ Deviations, each with its reason:
 - Shards end at page boundaries, so that two workers never share a page: M is rounded down to pages.
 - A worker with fewer free pages than M takes a shorter shard. Without this rule a fleet that is
   half full refuses requests for which it has the memory. The degree may then exceed ceil(C / M).
+- M gives way where the workers could not hold a request even if they were empty: `kvp_placement`
+  calls with a larger M then. A lost worker would keep long requests out until it is back.
 - The first shard may be tied to the request's KV owner (`owner`), which samples the tokens.
 
 A reservation is for one sequence: requests with several choices are not spread. `kvp_placement` and

@@ -8,11 +8,11 @@ from millrace.core.scheduler.fleet.absences import AWAY_S
 from support.core_events import Bench, instance, of, reported, request
 
 CONFIG = SchedulerConfig(max_kv_tokens_per_worker=320, lease_s=5.0)
-K0 = instance("k0", pages=40)
+D0, K0 = instance("d0", pages=20), instance("k0", pages=40)
 
 
 def spread_bench() -> Bench:
-    return Bench(instance("p0"), instance("d0"), K0, config=CONFIG)
+    return Bench(instance("p0"), D0, K0, config=CONFIG)
 
 
 def codes(found: list[effects.Effect]) -> list[str]:
@@ -29,7 +29,7 @@ def test_what_fits_with_a_lost_instance_may_come_later() -> None:
     (refused,) = of(effects.Refuse, bench.step(request("a", 400)))
     assert refused.code == "unavailable" and refused.retry_after_s == CONFIG.lease_s
     assert refused.message.startswith("k0 may come back: 400 prompt tokens")
-    assert codes(bench.step(request("b", 800))) == ["too_large"]  # with k0, too
+    assert codes(bench.step(request("b", 1000))) == ["too_large"]  # with k0, too
     assert codes(bench.step(request("c", 100))) == []
     bench.step(instance("k0", pages=40, generation=2))
     assert codes(bench.step(request("d", 400))) == []
@@ -53,7 +53,7 @@ def test_the_former_leaders_instances_are_expected_as_long_as_lost_ones() -> Non
     bench = Bench(config=CONFIG)
     bench.step(events.TakeoverBegan())
     bench.step(instance("p0"))
-    bench.step(instance("d0"))
+    bench.step(D0)
     bench.step(events.TakeoverEnded(missing=("k0",)))
     assert codes(bench.step(request("a", 400))) == ["unavailable"]
     bench.now_s += AWAY_S - 1.0
@@ -67,7 +67,7 @@ def test_forgotten_instances_are_expected_as_long_as_lost_ones() -> None:
     bench.step(events.InstancesForgotten())
     assert codes(bench.step(request("z", 400))) == ["unavailable"]  # nobody is there
     bench.step(instance("p0"))
-    bench.step(instance("d0"))
+    bench.step(D0)
     (refused,) = of(effects.Refuse, bench.step(request("a", 400)))
     assert refused.code == "unavailable" and refused.retry_after_s == CONFIG.lease_s
     assert refused.message.startswith("instances that the store has forgotten may come back: 400")

@@ -7,6 +7,10 @@ instances where those are too few. A request is spread when it may come to more 
 `max_kv_tokens_per_worker`, or when no KV owner is large enough for it. A request that one instance
 could hold waits for that instance instead.
 
+The limit gives way to the request: where the instances that are there could not hold it, its shards
+are as long as they have to be. So a lost KVP worker costs the answers of a batch some time, and no
+request its place.
+
 The memory for the prompt and the whole answer is reserved at all instances or at none, so two
 requests never wait for each other. A waiting request reserves the instances that would hold it once
 they are empty. They empty, since other requests pass them by."""
@@ -14,6 +18,7 @@ they are empty. They empty, since other requests pass them by."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -56,63 +61,86 @@ class KvpPlacement:
         """
         if request.choices > 1:
             return False
-        if self._most < request.prompt_tokens + request.max_new_tokens:
+        holders = len(self._decode) + len(self._kvp)
+        may_spread = holders > 1 and self._max_workers != 1
+        if may_spread and self._most < request.prompt_tokens + request.max_new_tokens:
             return True
         return not any(owner.is_large_enough(request) for owner in owners)
 
-    def is_large_enough(self, request: LiveRequest, owners: Iterable[DecodeInstance]) -> bool:
+    def is_large_enough(self, request: LiveRequest, owners: Collection[DecodeInstance]) -> bool:
         """Whether the request fits once all have left, its own earlier attempts included."""
-        return self._reserved(request, owners, None, empty=True) is not None
+        return self._reserved(request, owners, None, _NO_LIMIT, empty=True) is not None
 
-    def could_hold(self, request: LiveRequest, owners: Iterable[DecodeInstance]) -> bool:
+    def could_hold(self, request: LiveRequest, owners: Collection[DecodeInstance]) -> bool:
         """Whether the request fits once others left, and no earlier attempt is in the way."""
-        return self._reserved(request, owners, (), empty=True) is not None
+        most = self._limit(request, owners)
+        return self._reserved(request, owners, (), most, empty=True) is not None
 
     def kept(
-        self, request: LiveRequest, owners: Iterable[DecodeInstance], reserved: Collection[str]
+        self, request: LiveRequest, owners: Collection[DecodeInstance], reserved: Collection[str]
     ) -> tuple[str, ...]:
         """Returns the instances that would hold the request once empty; none are `reserved`."""
-        found = self._reserved(request, owners, reserved, empty=True)
+        most = self._limit(request, owners)
+        found = self._reserved(request, owners, reserved, most, empty=True)
         return () if found is None else found.worker_ids
 
     def find(
-        self, request: LiveRequest, owners: Iterable[DecodeInstance], reserved: Collection[str]
+        self, request: LiveRequest, owners: Collection[DecodeInstance], reserved: Collection[str]
     ) -> tuple[Shard, ...]:
         """Returns shards that fit now, at instances that are not `reserved`; () where they do not
         fit.
         """
-        found = self._reserved(request, owners, reserved, empty=False)
+        most = self._limit(request, owners)
+        found = self._reserved(request, owners, reserved, most, empty=False)
         return () if found is None else found.shards
 
-    def longest_shard(self, owners: Iterable[DecodeInstance]) -> int:
+    def longest_shard(self, request: LiveRequest, owners: Collection[DecodeInstance]) -> int:
         """Returns the tokens of the longest first shard at an empty KV owner."""
+        most = self._limit(request, owners)
         rooms = [self._room(one, empty=True) for one in owners]
-        return max((self._shard_tokens(room) for room in rooms), default=0)
+        return max((_shard_tokens(room, most) for room in rooms), default=0)
 
     def most_tokens(self) -> int:
         """The tokens of the longest request that could be spread over the pool, were it empty."""
         if not self._decode:
             return 0
         holders: list[KvInstance] = [*self._decode.values(), *self._kvp.values()]
-        rooms = [self._room(one, empty=True) for one in holders]
-        most = sorted((self._shard_tokens(room) for room in rooms), reverse=True)
+        most = sorted((one.card.kv_pages * one.page_tokens for one in holders), reverse=True)
         return sum(most[: self._max_workers])
+
+    def _limit(self, request: LiveRequest, owners: Collection[DecodeInstance]) -> int:
+        """Returns the most tokens of the request at one instance: the setting, or the least number
+        above it with which the request fits once all have left.
+        """
+        if self._most == _NO_LIMIT:
+            return _NO_LIMIT
+
+        def fits(most: int) -> bool:
+            return self._reserved(request, owners, None, most, empty=True) is not None
+
+        if fits(self._most):
+            return self._most
+        unit = max(one.page_tokens for one in (*self._decode.values(), *self._kvp.values()))
+        longer = range(self._most, request.prompt_tokens + request.max_new_tokens + unit, unit)
+        place = bisect_left(longer, x=True, key=fits)
+        return longer[place] if place < len(longer) else self._most
 
     def _reserved(
         self,
         request: LiveRequest,
         owners: Iterable[DecodeInstance],
         reserved: Collection[str] | None,
+        most: int,
         *,
         empty: bool,
     ) -> Reservation | None:
-        """Returns shards at KVP workers alone, if they fit; else also at decode instances. With
-        None as `reserved` all instances count.
+        """Returns shards of at most `most` tokens at KVP workers alone, if they fit; else also at
+        decode instances. With None as `reserved` all instances count.
 
         The KV owner is the instance that can take the longest shard, so that there is no shorter
         spread; the freest among equals.
         """
-        owner = self._owner(request, owners, reserved, empty=empty)
+        owner = self._owner(request, owners, reserved, most, empty=empty)
         if owner is None:
             return None
         tokens = request.prompt_tokens + request.max_new_tokens
@@ -120,7 +148,7 @@ class KvpPlacement:
         others = [
             one
             for one in self._decode.values()
-            if one is not owner and (empty or self._keeps_pace(one, request))
+            if one is not owner and (empty or self._keeps_pace(one, request, most))
         ]
         rooms = [self._room(owner, empty=empty)]
         more: Iterable[KvInstance]
@@ -128,8 +156,8 @@ class KvpPlacement:
             rooms += [
                 self._room(one, empty=empty) for one in more if _is_open(one, request, reserved)
             ]
-            most = max(self._most, *(room.page_tokens for room in rooms))
-            found = reserve(tokens, rooms, most, owner=owner.id, max_workers=self._max_workers)
+            longest = max(most, *(room.page_tokens for room in rooms))
+            found = reserve(tokens, rooms, longest, owner=owner.id, max_workers=self._max_workers)
             if found is not None:
                 break
         return found
@@ -139,6 +167,7 @@ class KvpPlacement:
         request: LiveRequest,
         owners: Iterable[DecodeInstance],
         reserved: Collection[str] | None,
+        most: int,
         *,
         empty: bool,
     ) -> DecodeInstance | None:
@@ -147,12 +176,12 @@ class KvpPlacement:
             for one in owners
             if one.could_run(request)
             and _is_open(one, request, reserved)
-            and (empty or self._keeps_pace(one, request, request.choices, request.pace_s))
+            and (empty or self._keeps_pace(one, request, most, request.choices, request.pace_s))
         )
         return min(
             able,
             key=lambda one: (
-                -self._shard_tokens(self._room(one, empty=empty)),
+                -_shard_tokens(self._room(one, empty=empty), most),
                 -one.freeness,
                 one.id,
             ),
@@ -163,6 +192,7 @@ class KvpPlacement:
         self,
         one: DecodeInstance,
         request: LiveRequest,
+        most: int,
         sequences: int = 0,
         tbt_s: float = math.inf,
     ) -> bool:
@@ -171,15 +201,16 @@ class KvpPlacement:
         A KV owner also gets the sequence.
         """
         tokens = request.prompt_tokens + request.max_new_tokens
-        shard = min(self._shard_tokens(self._room(one, empty=False)), tokens)
+        shard = min(_shard_tokens(self._room(one, empty=False), most), tokens)
         return one.keeps_pace(shard, sequences, tbt_s)
-
-    def _shard_tokens(self, room: _Room) -> int:
-        return shard_tokens(room, max(self._most, room.page_tokens))
 
     @staticmethod
     def _room(one: KvInstance, *, empty: bool) -> _Room:
         return _Room(one.id, one.page_tokens, one.card.kv_pages if empty else one.open_pages)
+
+
+def _shard_tokens(room: _Room, most: int) -> int:
+    return shard_tokens(room, max(most, room.page_tokens))
 
 
 def _is_open(one: KvInstance, request: LiveRequest, reserved: Collection[str] | None) -> bool:
