@@ -104,9 +104,12 @@ class KvpPlacement:
         """The tokens of the longest request that could be spread over the pool, were it empty."""
         if not self._decode:
             return 0
-        holders: list[KvInstance] = [*self._decode.values(), *self._kvp.values()]
+        holders = self._holders()
         most = sorted((one.card.kv_pages * one.page_tokens for one in holders), reverse=True)
         return sum(most[: self._max_workers])
+
+    def _holders(self) -> list[KvInstance]:
+        return [*self._decode.values(), *self._kvp.values()]
 
     def _limit(self, request: LiveRequest, owners: Collection[DecodeInstance]) -> int:
         """Returns the most tokens of the request at one instance: the setting, or the least number
@@ -120,7 +123,7 @@ class KvpPlacement:
 
         if fits(self._most):
             return self._most
-        unit = max(one.page_tokens for one in (*self._decode.values(), *self._kvp.values()))
+        unit = max(one.page_tokens for one in self._holders())
         longer = range(self._most, request.prompt_tokens + request.max_new_tokens + unit, unit)
         place = bisect_left(longer, x=True, key=fits)
         return longer[place] if place < len(longer) else self._most
