@@ -1,6 +1,7 @@
 """Supervised processes: a port once they serve, one clear line when they can't, a clean end."""
 
 import asyncio
+import contextlib
 import io
 import os
 import signal
@@ -17,7 +18,7 @@ from millrace.local.options import StackOptions
 from millrace.local.processes import service as service_module
 from millrace.local.processes.service import Service, StartupError
 from millrace.local.stack import Stack, UncleanStopError
-from millrace.local.up import progress
+from millrace.local.up import progress, run_until_stopped
 from support.deadlines import HANG_S
 from support.live_stack import eventually
 
@@ -29,6 +30,32 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     made = Service("scheduler", ["scheduler", *QUICK], tmp_path / "scheduler.log")
     yield made
     await made.stop()
+
+
+async def test_a_stack_that_comes_up_although_its_start_was_cancelled_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A library that the start awaits may lose the cancellation: `up` left its folder once."""
+    stopped, waits = asyncio.Event(), asyncio.Event()
+
+    class Started:
+        async def stop(self) -> None:
+            stopped.set()
+
+    async def starts(*_: object) -> Started:
+        waits.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return Started()
+
+    stop = asyncio.Event()
+    monkeypatch.setattr("millrace.local.up.start_with_progress", starts)
+    monkeypatch.setattr("millrace.local.up.stop_event", lambda: stop)
+    running = asyncio.create_task(run_until_stopped(StackOptions(model="")))
+    await waits.wait()
+    stop.set()
+    await asyncio.wait_for(running, HANG_S)
+    assert stopped.is_set()
 
 
 async def test_serves_and_ends_well(service: Service) -> None:

@@ -40,6 +40,8 @@ async def run_until_stopped(options: StackOptions, scaling: Scaling | None = Non
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         await cancel(starting)
+        if not starting.cancelled() and starting.exception() is None:
+            await starting.result().stop()  # a library took the cancellation for its own
         return
     stack = starting.result()
     try:
