@@ -249,3 +249,15 @@ def test_without_any_server_the_way_out_is_named(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(StoreError, match="no redis-server: install one"):
         find_redis_server()
+
+
+async def test_a_start_that_is_cancelled_at_any_moment_is_cancelled(tmp_path: Path) -> None:
+    """The client of Redis loses a cancellation that comes while it disconnects."""
+    for number in range(100):
+        redis = PrivateRedis()
+        starting = asyncio.create_task(redis.start(tmp_path / str(number)))
+        await asyncio.sleep(number * 0.0005)
+        had_started = not starting.cancel()
+        await asyncio.wait([starting])
+        assert had_started or starting.cancelled(), number
+        await redis.stop()

@@ -86,6 +86,8 @@ class PrivateRedis:
             )
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._answering()
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError  # which the client of Redis loses as it disconnects
         except BaseException as error:
             await self._end()
             if isinstance(error, TimeoutError):
