@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -39,7 +40,9 @@ def test_the_threads_of_the_test_are_gone() -> None:
 
 
 def test_a_service_that_can_start_too_few_ends_with_one_line() -> None:
-    found = subprocess.run([sys.executable, "-c", _SERVE], capture_output=True, text=True)
+    one_arena = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # one a thread would need more than stacks
+    command = [sys.executable, "-c", _SERVE]
+    found = subprocess.run(command, capture_output=True, text=True, env=one_arena)
     assert (found.returncode, found.stdout) == (1, "")
     (line,) = found.stderr.splitlines()
     start, _, rest = line.partition(" more threads and needs 64; raise the limit of processes: ")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,14 +119,28 @@ async def test_a_stream_that_was_up_is_opened_again_after_the_first_pause():
         await server.stop(None)
 
 
+class CountedStreams(TokenStreams):
+    """Counts the events that streams have taken: they are on their way."""
+
+    _taken = 0
+
+    async def subscribe(
+        self, proxy: Incarnation, received: int | None = None
+    ) -> AsyncGenerator[TokenBatch, None]:
+        async with aclosing(super().subscribe(proxy, received)) as batches:
+            async for batch in batches:
+                self._taken += len(batch.events)
+                yield batch
+
+    def has_taken(self, events: int) -> bool:
+        return self._taken == events
+
+
 @asynccontextmanager
-async def over_a_relay() -> AsyncIterator[tuple[TokenStreams, Relay, Listener]]:
+async def over_a_relay() -> AsyncIterator[tuple[CountedStreams, Relay, Listener]]:
     """An instance's token streams, and a listener that reaches them by a relay."""
-    streams, server, listener = (
-        TokenStreams(HANG_S, lambda proxy: None),
-        create_server(),
-        Listener(),
-    )
+    streams, listener = CountedStreams(HANG_S, lambda proxy: None), Listener()
+    server = create_server()
     TokenServicer(streams, DECODE).add_to(server)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
@@ -150,9 +165,9 @@ async def test_a_connection_that_breaks_while_tokens_are_under_way_loses_none() 
         publish(streams, 0)
         await eventually(lambda: listener.tokens == [0])
         way.strand()
-        for token in range(1, 9):
+        for token in range(1, 9):  # one message each
             publish(streams, token)
-            await asyncio.sleep(0.01)  # one message each
+            await eventually(partial(streams.has_taken, token + 1))
         way.cut()
         way.heal()
         publish(streams, 9)
@@ -168,7 +183,7 @@ async def test_tokens_that_are_no_longer_kept_are_known_to_be_lost(
         way.strand()
         for token in range(5):
             publish(streams, token)
-            await asyncio.sleep(0.01)
+        await eventually(partial(streams.has_taken, 5))
         way.cut()
         way.heal()
         await eventually(lambda: listener.lost == [False, True])
